@@ -39,6 +39,7 @@ from vla_policies.remote.wire import LARGEST, pack, unpack
 
 Port = Annotated[int, Ge(0), Le(65_535)]
 _CLIENTS = 256  # connections at a time; each may hold a message of LARGEST bytes
+_LONGEST = 2000  # characters of an instruction
 _PATIENCE = 60.0  # seconds in which a client has to take its answer
 
 
@@ -98,6 +99,7 @@ class PolicyServer:
     async def run(self, host: str, port: int, ready: asyncio.Future[int] | None = None) -> None:
         """Listen until cancelled; ``ready`` gets the port, which may have been 0 for a free one."""
         options: dict[str, Any] = {"max_size": LARGEST, "max_queue": 1, "compression": None}
+        options["origins"] = [None]  # no page in a browser of this machine
         async with serve(self._converse, host, port, process_request=self._page, **options) as self._server:
             assert isinstance(self._server, Server)
             if ready is not None:
@@ -154,8 +156,7 @@ class PolicyServer:
     def _failure(self, text: str) -> str | bytes:
         if self.protocol == "openpi":
             return text
-        content = {"type": "error", "payload": {"error": text}, "seq": 0, "timestamp": time.time()}
-        return pack(content, text_keys=True)
+        return pack({"type": "error", "payload": {"error": text}, "seq": 0, "timestamp": time.time()}, text_keys=True)
 
     def _rows(self, content: Any) -> tuple[dict[str, Any], bool]:
         """Return the observations ``[n, ...]`` of a message, and whether it has just one, without ``n``."""
@@ -163,8 +164,10 @@ class PolicyServer:
         texts = found[TASK_DESCRIPTIONS]
         alone = isinstance(texts, str)
         found[TASK_DESCRIPTIONS] = texts = [texts] if alone else texts
-        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{self.names[TASK_DESCRIPTIONS][0]!r} must be a text, or a list of them")
+        right = isinstance(texts, list) and all(isinstance(text, str) and len(text) <= _LONGEST for text in texts)
+        if not right or not texts:
+            name = self.names[TASK_DESCRIPTIONS][0]
+            raise ValueError(f"{name!r} must be a text of at most {_LONGEST} characters, or a list of them")
         for key, dimensions in {IMAGES: 3, WRIST_IMAGES: 4, STATES: 1}.items():
             if (value := found.get(key)) is None:
                 continue
@@ -281,12 +284,10 @@ def serve_folder(
         either: list[asyncio.Future[Any]] = [running, ready]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if ready.done():
-            print(f"{policy.family} at ws://{host}:{ready.result()} ({protocol}); Ctrl-C ends it", flush=True)
-            shown = {key: ", ".join(names) for key, names in server.names.items()}
-            print(
-                f"observations are {json.dumps(shown)}; actions [{policy.chunk_size}, {policy.action_dim}]", flush=True
-            )
-            print(f"health and numbers: http://{host}:{ready.result()}/health, /metrics", flush=True)
+            place, shown = f"{host}:{ready.result()}", {key: ", ".join(names) for key, names in server.names.items()}
+            print(f"{policy.family} at ws://{place} ({protocol}); Ctrl-C ends it")
+            print(f"observations are {json.dumps(shown)}; actions [{policy.chunk_size}, {policy.action_dim}]")
+            print(f"health and numbers: http://{place}/health, /metrics", flush=True)
         await running
 
     asyncio.run(run())

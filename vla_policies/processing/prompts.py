@@ -63,6 +63,7 @@ class PromptTokens(ABC):
         longest is.
         """
         if states is None:
+            self._cache = self._cache if len(self._cache) < 10_000 else {}  # a server hears new ones all the time
             self._cache |= {text: self.tokenize(text) for text in set(instructions) - self._cache.keys()}
             prompts = [self._cache[text] for text in instructions]
         else:

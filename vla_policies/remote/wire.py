@@ -35,11 +35,21 @@ def pack(content: Any, *, text_keys: bool = False) -> bytes:
 
 
 def unpack(message: Any) -> Any:
-    """Read a message; ``ValueError`` if it is none, or has something else than plain data and arrays in it."""
+    """Read a message; ``ValueError`` if it is none, or has something else than plain data and arrays in it, or more."""
+    room = 2 * LARGEST  # bytes, of which a list or a map takes 1024: few of a message may stand for many
+
+    def take(found: Any) -> Any:
+        nonlocal room
+        value = _restore(found) if isinstance(found, dict) else found
+        room -= getattr(value, "nbytes", 1024)
+        if room < 0:
+            raise ValueError("there is more in it than observations have")
+        return value
+
     if not isinstance(message, bytes):
         raise ValueError("it is text, and a message is bytes of msgpack")
     try:
-        return msgpack.unpackb(message, object_hook=_restore, ext_hook=_refuse)
+        return msgpack.unpackb(message, object_hook=take, list_hook=take, ext_hook=_refuse)
     except Exception as error:  # whatever msgpack, numpy and Pillow raise of broken data
         raise ValueError(f"it cannot be read: {error or type(error).__name__}") from error
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import re
 import threading
 import urllib.request
@@ -12,6 +13,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from tensordict import NonTensorStack, TensorDict
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from toy import CHUNK, DIM, INSTRUCTIONS, ToyEnv
@@ -129,6 +131,12 @@ def test_arrays_survive_a_message(text_keys):
         assert getattr(again, "dtype", bool) in (array.dtype, bool)
 
 
+def black(side):
+    file = io.BytesIO()
+    Image.new("RGB", (side, side)).save(file, "PNG")
+    return file.getvalue()
+
+
 def array(**changes):
     return {"__ndarray__": True, "data": b"\0" * 8, "dtype": "<f4", "shape": [2], **changes}
 
@@ -151,6 +159,9 @@ def array(**changes):
         msgpack.packb(array(shape="ab")),
         msgpack.packb({"__ndarray__": True}),
         msgpack.packb({"__image__": True, "format": "png", "data": b"no png", "shape": [2, 2, 3]}),
+        msgpack.packb([{}] * 70_000),
+        msgpack.packb([[]] * 70_000),
+        msgpack.packb([{"__image__": True, "format": "png", "data": black(3000), "shape": [3000, 3000, 3]}] * 3),
     ],
 )
 def test_what_is_no_plain_data_is_a_value_error(content):
@@ -256,6 +267,7 @@ def test_pages_say_that_it_lives_and_what_it_did(served):
     [
         ({"prompt": 3}, "'prompt' must be a text"),
         ({"prompt": []}, "'prompt' must be a text"),
+        ({"prompt": "x" * 2001}, "'prompt' must be a text of at most 2000 characters"),
         ({"observation/state": np.zeros(4, np.float32)}, "'observation/state' must be 3 numbers for each of 1"),
         (
             {"observation/image": np.zeros((32, 32), np.uint8)},
@@ -339,6 +351,11 @@ def test_strangers_do_not_end_it(served, monkeypatch):
     with connect(served.url) as client:
         client.recv()
         assert asked(client, one()).shape == (CHUNK, DIM)
+
+
+def test_no_page_in_a_browser_gets_actions(served):
+    with pytest.raises(InvalidStatus, match="403"):
+        connect(served.url, origin="http://page.example")
 
 
 def test_a_server_that_is_not_there_or_does_not_fit_is_one_line():
