@@ -22,7 +22,7 @@ from pathlib import Path
 
 from vla_common.errors import unknown_name
 from vla_common.experiments import find_experiments
-from vla_common.program import OneLineParser, report, run_main
+from vla_common.program import OneLineParser, printable, report, run_main
 from vla_common.registry import config_packages
 
 HOME = Path(__file__).resolve().parent
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     chosen = _parser().parse_args(typed or ["--help"])
     try:
         for text in chosen.do(chosen):
-            print(text)
+            print(printable(text))
         sys.stdout.flush()
     except BrokenPipeError:  # vla-recipe list | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -208,6 +208,8 @@ def _copy(chosen: argparse.Namespace) -> Iterable[str]:
             f"{differing[0]}{others} would be overwritten; type vla-recipe copy {name} --to FOLDER for another folder, "
             "or add --force"
         )
+    if out := [target for target in targets.values() if not target.resolve().is_relative_to(folder.resolve())]:
+        raise ValueError(f"{out[0]} is behind a link out of {folder}; type another folder: --to FOLDER")
     for path, target in targets.items():
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, target)

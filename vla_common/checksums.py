@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import shlex
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -12,6 +13,7 @@ from vla_common.plain import read_small
 
 SUMS = "SHA256SUMS"
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
+_ODD = re.compile(r"[^\w ./-]")  # what sed or a shell may obey; to sed a dot is any character
 _READ = (".json", ".safetensors", ".pt", ".model")  # files that a loader finds by their names or in a listing
 _THREADS = 4  # OpenSSL hashes 2 GB/s with one
 
@@ -60,9 +62,9 @@ def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1), only: str | 
     problems += [f"has {', '.join(extra)}, not written with the others"] * bool(extra)
     if not problems:
         return
-    delete = " ".join(f"-e '\\#  {name}$#d'" for name in [*gone, *changed])
+    delete = " ".join(f"-e '\\#  {_ODD.sub('.', name)}$#d'" for name in [*gone, *changed])
     typed = [f"sed -i {delete} {folder / SUMS}"] * bool(delete)
-    typed += [f"(cd {folder} && sha256sum {' '.join(extra)} >> {SUMS})"] * bool(extra)
+    typed += [f"(cd {folder} && sha256sum {shlex.join(extra)} >> {SUMS})"] * bool(extra)
     raise ChecksumError(
         f"{folder} {' and '.join(problems)} (by {SUMS}): damaged or exchanged; copy the folder again, or if you "
         f"changed it on purpose type: {' && '.join(typed)}"

@@ -86,10 +86,15 @@ def report(error: BaseException) -> int:
     if os.environ.get(TRACEBACK) == "1" or (begun and not ours):
         traceback.print_exception(error)
     if ours or not begun:
-        print(f"error: {_explained(error)}", file=sys.stderr, flush=True)
+        print(f"error: {printable(_explained(error))}", file=sys.stderr, flush=True)
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
     return FAILED if begun else WRONG_USE
+
+
+def printable(text: str) -> str:
+    """Return a text in which is nothing that a terminal obeys."""
+    return "".join(each if each.isprintable() or each in "\n\t" else "?" for each in text)
 
 
 def one_line(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import pickletools
 import re
@@ -30,6 +31,9 @@ def load_plain(file: Path, *, mmap: bool = False) -> Any:
     try:
         with warnings.catch_warnings():  # torch's, about what it finds in damaged files
             warnings.simplefilter("ignore")
+            entries = zipfile.ZipFile(file).infolist() if zipfile.is_zipfile(file) else ()
+            if sum(entry.file_size for entry in entries) > file.stat().st_size:  # torch packs nothing
+                raise ValueError("it unpacks to more than it has")
             return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error})") from error
@@ -113,9 +117,7 @@ def _code(file: Path, error: Exception) -> str | None:
         return found[1]
     if not isinstance(error, pickle.UnpicklingError) or zipfile.is_zipfile(file):
         return None
-    try:  # a plain pickle in a protocol that torch does not read
+    with contextlib.suppress(Exception):  # nothing is promised of what it raises for what is no pickle
         if any(operation.name in _CALLS for operation, _, _ in pickletools.genops(file.read_bytes())):
-            return "a pickle of objects"
-    except Exception:  # nothing is promised of what it raises for other files
-        pass
+            return "a pickle of objects"  # in a protocol that torch does not read
     return None

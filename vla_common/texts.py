@@ -47,7 +47,7 @@ def decode(value: Any) -> list[str]:
                 f"instructions are text or uint8 [*B, bytes], got {value.dtype} {list(value.shape)}; "
                 "make them with InstructionsToBytes() or vla_common.texts.encode()"
             )
-        rows = value.cpu().flatten(0, -2).numpy() if value.ndim > 1 else value.cpu().unsqueeze(0).numpy()
+        rows = value.cpu().reshape(-1, value.shape[-1]).numpy()
         return [row.tobytes().rstrip(b"\0").decode() for row in rows]
     return list(_flat(value.tolist() if hasattr(value, "tolist") else value))
 

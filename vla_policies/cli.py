@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vla_common.program import OneLineParser, report
+from vla_common.program import OneLineParser, printable, report
 
 _SETTING = "policy."  # what settings of a policy begin with, wherever they stand between the options
 
@@ -56,7 +56,7 @@ def _inspect(chosen: argparse.Namespace, _: Sequence[str]) -> int:
     from vla_policies.registry import inspect_policy
 
     found = inspect_policy(policy_of(chosen.folder))
-    print(found)
+    print(printable(str(found)))
     return 1 if found.missing else 0
 
 

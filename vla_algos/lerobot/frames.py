@@ -15,7 +15,6 @@ from vla_algos.lerobot.dataset import VIDEOS, Camera, LeRobotFolder, damaged, ne
 
 MEMORY = 2**30  # bytes of encoded images that are kept; more are read again
 _VIDEOS = 16  # that are kept open
-_FORMATS = ("PNG", "JPEG")
 K = TypeVar("K")
 V = TypeVar("V")
 
@@ -66,7 +65,10 @@ class FrameReader:
         if not isinstance(encoded, bytes):
             raise damaged(path, f"{where} is not in its parquet file")
         try:
-            return np.asarray(Image.open(io.BytesIO(encoded), formats=_FORMATS).convert("RGB"))
+            image = Image.open(io.BytesIO(encoded), formats=("PNG", "JPEG"))
+            if image.size != (camera.width, camera.height):  # it may be huge, and is refused by its size
+                return np.empty((image.height, image.width, 0), np.uint8)
+            return np.asarray(image.convert("RGB"))
         except (OSError, ValueError, Image.DecompressionBombError) as error:
             raise damaged(path, f"{where} is no image: {error}") from None
 

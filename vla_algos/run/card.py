@@ -86,10 +86,9 @@ def write_card(
     )
     training = [*protocol_lines(origin), f"{origin['chunk_size']} actions per decision"]
     said = {"ours": _OURS, "repository": repository, "name": name, "family": family, "recipe": origin["recipe"]}
-    said |= {"suite": env["id"]}
-    said |= {"env": {key: json.dumps(value) for key, value in env.items()}, "facts": facts, "training": training}
+    said |= {"suite": env["id"], "env": {key: json.dumps(value) for key, value in env.items()}, "facts": facts}
     video = _filmed(folder, evaluations)
-    said["replay"] = video and video.stem
+    said |= {"training": training, "replay": video and video.stem}
     card = ModelCard.from_template(data, template_path=str(_TEMPLATE), evaluations=found, **said)
     if video is not None:
         write_atomically(folder / REPLAY, video.read_bytes())
@@ -173,6 +172,8 @@ def _read_metrics(evaluation: Path, policy: Path) -> dict[str, Any]:
         )
     metrics = read_json(file)
     try:
+        if re.search(r"\\[nru]|\$\{", json.dumps([settings, metrics], ensure_ascii=False)):
+            raise ValueError("it has line breaks or ${...}, which commands of a card must not have")
         check_settings("", {name: metrics.get(name) for name in _METRICS}, _METRICS)
         for section, name in (("env", "id"), ("policy", "family")):
             check_settings(section, {name: settings.get(section, {}).get(name)}, {name: str})

@@ -84,11 +84,11 @@ def record_start(folder: Path, facts: Mapping[str, Any] | None = None) -> None:
 def run_id(folder: Path, service: str, *, new: bool) -> str:
     """Return the id of a run in a service that collects runs; ``run.json`` keeps it, unless a ``new`` one is wanted."""
     record, name = _read(folder), f"{service}_id"
-    if new or not isinstance(record.get(name), str):
+    if new or not (len(kept := str(record.get(name))) == 8 and kept.isalnum()):  # it gets into names and commands
         record[name] = secrets.token_hex(4)
         record.pop(f"{service}_sent", None)
         _write(folder, record)
-    return record[name]
+    return str(record[name])
 
 
 def last_sent(folder: Path, service: str, logged: Mapping[str, int]) -> dict[str, int]:

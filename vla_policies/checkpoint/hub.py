@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-# Data only: neither code nor whole-model pickles. The heads of OpenVLA-OFT are published as .pt, which are read with
-# weights_only=True.
-_PATTERNS = [
-    "*.json",
-    "*.safetensors",
-    "tokenizer.model",
-    "paligemma_tokenizer.model",
-    "action_head--*.pt",
-    "proprio_projector--*.pt",
-    "vision_backbone--*.pt",
-]
+# Data only, no code. The heads of OpenVLA-OFT are published as .pt, which are read with weights_only=True.
+_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "paligemma_tokenizer.model"]
+_PATTERNS += ["action_head--*.pt", "proprio_projector--*.pt", "vision_backbone--*.pt"]
 HUB = "hf:"  # in front of a repository's name; anything else is a path
 
 
@@ -53,3 +46,11 @@ def resolve(folder_or_id: str | Path) -> Path:
             f"{HUB}{name} cannot be downloaded ({type(error).__name__}: {reason}); where there is a network type: hf "
             f"download {name} --local-dir CHECKPOINT; pass that folder"
         ) from error
+
+
+def check_links(folder: Path) -> None:
+    """Refuse (ValueError) links out of a checkpoint but those of weights: what they name would be saved as its part."""
+    for path in filter(Path.is_symlink, folder.rglob("*")):
+        there, weights = Path(os.path.realpath(path)), path.parent == folder and path.suffix in (".safetensors", ".pt")
+        if not (weights or there.is_relative_to(folder.resolve()) or there.parent.name == "blobs"):  # the hub's cache
+            raise ValueError(f"{path} is a link out of the checkpoint, to {path.readlink()}; copy the file into it")

@@ -6,8 +6,9 @@ import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
+from pydantic import StringConstraints
 from torch import Tensor, nn
 
 from vla_common.checksums import verify_checksums, write_checksums
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
 ADAPTER = "lora_adapter"  # folder in a checkpoint, and the option that says that its adapter is not merged
 _NAME = "default"
 _PREFIX = "base_model.model."  # of the names in peft's files
+_Layers = Annotated[str, StringConstraints(pattern=r"^[^*+{?]*$")]  # peft's expression, which is matched at once
 # Of what peft reads: its configuration names modules to import and files too.
 _FIELDS: dict[str, Any] = {
     "r": Width,
     "lora_alpha": Positive,
-    "rank_pattern": dict[str, Width],
-    "alpha_pattern": dict[str, Positive],
+    "rank_pattern": dict[_Layers, Width],
+    "alpha_pattern": dict[_Layers, Positive],
     "target_modules": list[str] | str,
     "modules_to_save": list[str],
     "base_model_name_or_path": str,

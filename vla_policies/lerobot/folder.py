@@ -11,6 +11,7 @@ executed.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -52,7 +53,7 @@ _FIXED = {  # entries of config.json that the networks have built in
     "use_visual_memory": False,
     "use_proprioceptive_memory": False,
 }
-_LARGEST = 50_000_000  # bytes of a file of a tokenizer
+LARGEST = 50_000_000  # bytes of a file of a tokenizer
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ class LeRobotFolder:
         set; ``others`` are files, see :func:`write_folder`.
         """
         place = _tokenizer_folder(find_step(self.processors[0], TOKENIZER) or {})
-        states = [_state_file(file, step) for file, step in zip(self.processors, NORMALIZERS, strict=True)]
+        states = [_state_file(find_step(*each) or {}) for each in zip(self.processors, NORMALIZERS, strict=True)]
         files = {
             CONFIG: {**self.config, **config},
             OPTIONS: options,
@@ -227,15 +228,15 @@ def _read_buffers(entries: Mapping[str, Entry]) -> dict[str, Tensor]:
     return found
 
 
-def _state_file(content: Mapping[str, Any], step: str) -> str | None:
-    name = (find_step(content, step) or {}).get("state_file")
+def _state_file(step: Mapping[str, Any]) -> str | None:
+    name = step.get("state_file")
     return None if name is None else inside(name)
 
 
 def _read_tensors(path: Path, file: Path, step: Mapping[str, Any] | None, name: str) -> dict[str, Tensor]:
     if step is None or not isinstance(step.get("config"), dict):
         raise ValueError(f"{file} has no step {name}, so no statistics; copy it from the original checkpoint")
-    state = _state_file({"steps": [step]}, name)
+    state = _state_file(step)
     if state is None:
         return {}
     if not (path / state).is_file():
@@ -250,9 +251,9 @@ def _tokenizer_folder(step: Mapping[str, Any]) -> str:
 def _read_tokenizer(path: Path, step: Mapping[str, Any]) -> dict[str, bytes]:
     place = path / _tokenizer_folder(step)
     if not (place / "tokenizer.json").is_file():
-        name = step.get("config", {}).get("tokenizer_name", "NAME")
+        name, to = (shlex.quote(str(each)) for each in (step.get("config", {}).get("tokenizer_name", "NAME"), place))
         raise FileNotFoundError(
             f"{path} has no tokenizer; where there is a network type: hf download {name} tokenizer.json "
-            f"tokenizer_config.json --local-dir {place}"
+            f"tokenizer_config.json --local-dir {to}"
         )
-    return {file.name: read_small(file, _LARGEST) for file in sorted(place.iterdir()) if file.is_file()}
+    return {file.name: read_small(file, LARGEST) for file in sorted(place.iterdir()) if file.is_file()}

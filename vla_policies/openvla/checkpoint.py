@@ -33,13 +33,8 @@ FAMILIES = ("openvla", "openvla_oft")
 _STATISTICS = "dataset_statistics.json"
 _PARTS = {"action_head": "action_head--*", "proprio_projector": "proprio_projector--*", "film": "vision_backbone--*"}
 _CARRIED = (
-    "preprocessor_config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer.model",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
+    *("preprocessor_config.json", "generation_config.json", "tokenizer.json", "tokenizer.model"),
+    *("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
 )
 
 
@@ -117,6 +112,10 @@ class OpenVLACheckpoint:
         shapes = {key: entry.shape for key, entry in entries.items()}
         vision = VisionConfig.from_shapes(shapes, heads_of(self.config))
         language = LlamaConfig.from_dict(self.config.get("text_config", {}))
+        if language.num_hidden_layers > len(entries):
+            raise ValueError(
+                f"text_config of {self.path} has {language.num_hidden_layers} layers, its weights have not"
+            )
         padding = self.config.get("pad_to_multiple_of", PrismaticConfig.vocabulary_padding)
         with torch.device("meta"):
             return Prismatic(PrismaticConfig(vision, language, vocabulary_padding=padding)), entries

@@ -13,7 +13,7 @@ from torch import Tensor
 from vla_common.plain import read_small
 from vla_common.schema import get_schema
 from vla_policies.flow.config import VLMFlowConfig
-from vla_policies.lerobot.folder import ACTION, LEROBOT, STATE, LeRobotFolder
+from vla_policies.lerobot.folder import ACTION, LARGEST, LEROBOT, STATE, LeRobotFolder
 from vla_policies.lerobot.policy import LeRobotConfig
 from vla_policies.lerobot.processors import make_processors
 from vla_policies.lerobot.statistics import MEAN_STD, to_tensors
@@ -29,7 +29,6 @@ from vla_policies.processing.normalization import numbers
 _MODES = {"pi0": MEAN_STD, "pi05": "QUANTILES"}  # of normalisation, by LeRobot's type
 _NAMES = ("mean", "std", "min", "max", "q01", "q99")
 _PARTS = (("state", STATE), ("actions", ACTION))
-_LARGEST = 50_000_000  # bytes of a file of a tokenizer
 
 
 def check_layout(policy_class: type[VLAPolicy], layout: str) -> None:
@@ -119,7 +118,7 @@ def _read_tokenizer(folder: Path, layout: str) -> dict[str, bytes]:
     sets = [("tokenizer.json", "tokenizer_config.json")] if layout == LEROBOT else [(name,) for name in TOKENIZERS]
     for place, names in itertools.product((folder, folder / "tokenizer"), sets):
         if all((place / name).is_file() for name in names):
-            return {name: read_small(place / name, _LARGEST) for name in names}
+            return {name: read_small(place / name, LARGEST) for name in names}
     raise FileNotFoundError(
         f"{folder} has no {' and '.join(sets[-1])}, PaliGemma's tokenizer; where there is a network type: "
         f"hf download google/paligemma-3b-pt-224 {' '.join(sets[-1])} --local-dir NEW, and add --tokenizer NEW"

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from vla_common.plain import read_json
 from vla_policies.checkpoint.layout import CONFIG
+from vla_policies.checkpoint.settings import read_options
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
 from vla_policies.lerobot.folder import LeRobotFolder, inside
@@ -36,8 +36,7 @@ class SmolVLACheckpoint(LeRobotCheckpoint):
         The ``config.json`` of a VLM other than SmolVLM2-500M is in a folder called ``vlm_model_name``, in this one.
         """
         found = LeRobotFolder.read(folder, cls.kinds)
-        places = (found.path / inside(found.config.get("vlm_model_name", FAMILY)) / CONFIG,)
-        return cls(found, next((read_json(place) for place in places if place.is_file()), {}))
+        return cls(found, read_options(found.path / inside(found.config.get("vlm_model_name", FAMILY)), CONFIG))
 
     def empty_model(self) -> tuple[SmolVLAModel, dict[str, Entry]]:
         entries = self.folder.model_weights
