@@ -520,7 +520,7 @@ def test_expressions_of_an_adapter_are_matched_at_once(pristine, tmp_path):
     folder = shutil.copytree(pristine / "adapter", tmp_path / "adapter")
     config = json.loads((folder / "adapter_config.json").read_text())
     save_file({"base_model.model.a.q_proj.lora_A.weight": torch.zeros(2, 1)}, folder / "adapter_model.safetensors")
-    for pattern in (r"^language_model\.model\.layers\.0\.q_proj", "q_proj|k_proj"):
+    for pattern in (r"^language_model\.model\.layers\.0\.q_proj", "q_proj|k_proj", r".*\.q_proj"):
         (folder / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": {pattern: 2}}))
         assert read_rank(folder)["lora_rank"] == 4
     (folder / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": {"(([a-z_.0-9]+)+)+!": 2}}))

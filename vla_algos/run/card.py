@@ -172,7 +172,8 @@ def _read_metrics(evaluation: Path, policy: Path) -> dict[str, Any]:
         )
     metrics = read_json(file)
     try:
-        if re.search(r"\\[nru]|\$\{", json.dumps([settings, metrics], ensure_ascii=False)):
+        shown = [metrics, *(settings.get(section) for section in ("env", "policy", "eval"))]
+        if re.search(r"\\[nru]|\$\{", json.dumps(shown, ensure_ascii=False)):
             raise ValueError("it has line breaks or ${...}, which commands of a card must not have")
         check_settings("", {name: metrics.get(name) for name in _METRICS}, _METRICS)
         for section, name in (("env", "id"), ("policy", "family")):

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 ADAPTER = "lora_adapter"  # folder in a checkpoint, and the option that says that its adapter is not merged
 _NAME = "default"
 _PREFIX = "base_model.model."  # of the names in peft's files
-_Layers = Annotated[str, StringConstraints(pattern=r"^[^*+{?]*$")]  # peft's expression, which is matched at once
+_Layers = Annotated[str, StringConstraints(pattern=r"^(\.\*)?[^*+{?]*$")]  # peft's expressions, quick to match
 # Of what peft reads: its configuration names modules to import and files too.
 _FIELDS: dict[str, Any] = {
     "r": Width,
