@@ -86,7 +86,7 @@ def record_demonstrations(
 
     Raises:
         ValueError: the benchmark has no scripted expert; noise for other actions.
-        RuntimeError: the expert solved none.
+        RuntimeError: the expert solved none, and nothing was done ``before``; otherwise there are no rows.
         SimulatorCrash: the simulator fails whatever it is to do.
     """
     solved: list[dict[str, Any] | None] = [None] * len(episodes)
@@ -102,6 +102,8 @@ def record_demonstrations(
 
     _record(env, episodes, policy.chunk_size, keep, on_episode, RecordingSettings(**settings), before)
     recordings = [(episode, each) for episode, each in zip(episodes, solved, strict=True) if each is not None]
+    if not recordings:  # a policy has led nowhere that the expert finds out of
+        return TensorDict({}, [0])
     data: TensorDict = torch.cat([recording["frames"] for _, recording in recordings])
     rows = [_rows(number, episode, each) for number, (episode, each) in enumerate(recordings)]
     for name in rows[0]:
@@ -198,12 +200,10 @@ def _record(
     def note(result: tuple[int, dict[str, Any] | None]) -> None:
         nonlocal solved
         number, recording = result
-        steps = None
-        if recording is not None:
-            solved, steps = solved + 1, recording[keys.EPISODE_LEN]
+        steps = None if recording is None else recording[keys.EPISODE_LEN]
+        solved += recording is not None
         take(number, recording and dict(recording))
-        if recording is not None:
-            recording.clear()  # the pool keeps all results to the end
+        (recording or {}).clear()  # the pool keeps all results to the end
         if on_episode is not None:
             on_episode(episodes[number], steps)
 
@@ -223,7 +223,7 @@ def _record(
             f"{spec.tasks[episode.task_id].name} trial {episode.trial_id} seed {episode.seed}: {error}",
             stacklevel=3,
         )
-    if not solved:
+    if not solved and before is None:
         raise RuntimeError(
             f"the scripted expert solved none of {len(episodes)} episodes of {spec.id} within "
             f"{settings.max_steps} steps; raise max_steps, lower the noise, or take other tasks"
