@@ -288,14 +288,11 @@ def _describe(found: DemonstrationSet, spec: SimulatorSpec, settings: Mapping[st
 def _progress(spec: SimulatorSpec, episodes: int) -> Iterator[Finished]:
     """Show a progress bar of what is called after each episode, and say at the end what the expert has solved."""
     outcomes: list[tuple[Episode, int | None]] = []
-    solved = 0
     with tqdm(total=episodes, desc="demonstrations", unit="episode", disable=not distributed.is_main()) as bar:
 
         def note(episode: Episode, steps: int | None) -> None:
-            nonlocal solved
             outcomes.append((episode, steps))
-            solved += steps is not None
-            bar.set_postfix(solved=solved, refresh=False)
+            bar.set_postfix(solved=sum(steps is not None for _, steps in outcomes), refresh=False)
             bar.update()
 
         yield note
