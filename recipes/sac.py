@@ -67,6 +67,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     publish = policy_writer(config, policy, spec, held_out.spec)
 
     # ---- where it begins: at the last checkpoint, or with a base that is published, or a clone of the expert
+    shown, heldout = demonstrations.record(env, base) if demonstrations.wanted else (None, None)
     parts: dict[str, Any] = {
         "policy": policy,
         "loss": loss_module,
@@ -77,8 +78,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     cloned = None if config.policy.get("checkpoint") else base  # of which nothing else has the weights
     start = run.restore(demonstrations.facts, **parts, collector=collector, episodes=episodes, base=cloned)
     if start is None:
-        if demonstrations.wanted:
-            shown, heldout = demonstrations.record(env, base)
+        if shown is not None:
             if cloned is not None:
                 clone(base.requires_grad_(True), shown, heldout, run.folder / "warm_start", **config.cloning)
                 base.requires_grad_(False).eval()

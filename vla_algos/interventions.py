@@ -68,8 +68,8 @@ class Interventions:
         begun = [each for each in zip(episodes, visited, strict=True) if not each[1][keys.NEXT, keys.CRASHED].any()]
         before = [[*each[keys.ACTION][: int(torch.randint(len(each), ()))].cpu().numpy()] for _, each in begun]
         alone = [episode for episode, _ in begun]
-        new = record_demonstrations(env, self.policy, alone, before=before, **self._recording) if begun else None
-        everywhere = distributed.all_gather(new)
+        new = record_demonstrations(env, self.policy, alone, before=before, **self._recording) if begun else ()
+        everywhere = distributed.all_gather(new if len(new) else None)
         if everywhere is not None:
             firsts = everywhere[keys.STEP] == 0  # of each time that the expert took over
             self.actions += int(everywhere[keys.EPISODE_LEN][firsts].sum())

@@ -178,20 +178,19 @@ class Replay:
         return batch
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the digests of the segments."""
-        return {"digests": list(self._digests)}
+        """Return the digests of the segments, and how many transitions they have."""
+        return {"digests": list(self._digests), "decisions": self.decisions}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Read the segments of :meth:`state_dict`; ``ChecksumError`` if one is not what was written."""
         self._buffer = None
         self._digests = state["digests"]
+        self.capacity = (self.capacity or 0) + state.get("decisions", 0)  # a run of other settings may have kept more
         for number, digest in enumerate(self._digests):
             content = self._segment(number).read_bytes()
             if hashlib.sha256(content).hexdigest() != digest:
                 raise ChecksumError(f"{self._segment(number)} is not what the run wrote; begin again in another folder")
-            tensors = load(content)
-            count = len(next(iter(tensors.values())))
-            self._keep(TensorDict(tensors, [count]).unflatten_keys("."))
+            self._keep(TensorDict(load(content)).auto_batch_size_(1).unflatten_keys("."))
 
     def _segment(self, number: int) -> Path:
         return self.folder / f"segment_{number + 1:05d}.safetensors"

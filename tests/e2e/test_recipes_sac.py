@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from tests.storm import lives
 from vla_algos import Replay
+from vla_policies import SmallVLA
 
 MORE = ("iterations=3", "evaluate_every=0", "demonstrations.episodes=4", "cloning.steps=20")
 
@@ -38,6 +39,22 @@ def test_a_run_that_was_killed_resumes_bit_by_bit(whole, tmp_path, call):
     for name in ("prior", "replay"):
         for file in (whole / name).iterdir():
             assert (folder / name / file.name).read_bytes() == file.read_bytes()
+
+
+def test_statistics_of_demonstrations_are_taken_again_when_it_resumes(tmp_path):
+    said, folder = tmp_path / "said", tmp_path / "run"
+
+    def note():
+        SmallVLA.take_statistics = lambda policy, name, *_: said.open("a").write(f"{name} ")
+
+    def dies():
+        note()
+        lives.dies_in_extend(Replay, 2)()
+
+    more = (*MORE, "demonstrations.statistics=demonstrations", f"demonstrations.folder={tmp_path / 'shown'}")
+    assert lives.wait(lives.live("sac", folder, None, dies, more)) == 128 + signal.SIGKILL
+    assert lives.wait(lives.live("sac", folder, None, note, more)) == 0, lives.last_words(folder)
+    assert said.read_text() == "shown shown "
 
 
 def test_a_policy_that_was_cloned_before_is_changed_on_meta_world(tmp_path):

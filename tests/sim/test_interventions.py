@@ -107,6 +107,17 @@ def test_what_crashes_is_left_out_and_a_budget_ends_it(tmp_path):
     env.close()
 
 
+def test_where_the_expert_solves_nothing_nothing_is_kept(tmp_path):
+    env = make_toy_env(toy_spec({}, tmp_path), 2, 2)
+    policy, episodes = tiny_policy(env.simulator_spec), [Episode(0, 0, 4)]
+    taken_over = Interventions(policy, max_steps=1, **UNDISTURBED)
+    taken_over.extend(env, episodes, collected(env, policy, episodes))
+    assert taken_over.metrics() == {"interventions/decisions": 0.0, "interventions/actions": 0.0}
+    with pytest.raises(RuntimeError, match="the scripted expert solved none of 1 episodes"):
+        record_demonstrations(env, policy, episodes, max_steps=1)
+    env.close()
+
+
 def test_with_nothing_to_clone_it_says_so(tmp_path):
     with pytest.raises(RuntimeError, match="there is nothing to clone"):
         Interventions(tiny_policy(toy_spec({}, tmp_path))).samples()

@@ -225,6 +225,17 @@ def test_a_segment_that_was_changed_is_refused(tmp_path):
         Replay(tmp_path / "replay", 100).load_state_dict(state)
 
 
+def test_nothing_is_forgotten_where_a_run_resumes_with_fewer_episodes(tmp_path):
+    replay = Replay(tmp_path / "replay", 100)
+    for seed in range(3):
+        replay.extend([episode(5, seed=seed)])
+    again = Replay(tmp_path / "replay", 10)
+    again.load_state_dict(replay.state_dict())
+    assert again.decisions == 15
+    again.extend([episode(5, seed=3)])
+    assert again.decisions == 20
+
+
 def test_what_decisions_take_is_said_and_refused_where_it_is_not_there(tmp_path):
     policy, row = steered(), transitions(episode(2), GAMMA)[0]
     replay = Replay(tmp_path / "replay", 100)

@@ -86,7 +86,7 @@ def record_demonstrations(
 
     Raises:
         ValueError: the benchmark has no scripted expert; noise for other actions.
-        RuntimeError: the expert solved none.
+        RuntimeError: the expert solved none, and nothing was done ``before``; otherwise there are no rows.
         SimulatorCrash: the simulator fails whatever it is to do.
     """
     solved: list[dict[str, Any] | None] = [None] * len(episodes)
@@ -102,6 +102,8 @@ def record_demonstrations(
 
     _record(env, episodes, policy.chunk_size, keep, on_episode, RecordingSettings(**settings), before)
     recordings = [(episode, each) for episode, each in zip(episodes, solved, strict=True) if each is not None]
+    if not recordings:  # a policy has led nowhere that the expert finds out of
+        return TensorDict({}, [0])
     data: TensorDict = torch.cat([recording["frames"] for _, recording in recordings])
     rows = [_rows(number, episode, each) for number, (episode, each) in enumerate(recordings)]
     for name in rows[0]:
@@ -131,7 +133,7 @@ def write_demonstrations(
     spec, folder, recording_settings = env.simulator_spec, Path(folder), RecordingSettings(**settings)
     folder.mkdir(parents=True)
     waiting: dict[int, dict[str, Any] | None] = {}  # solved, but not yet those before
-    outcomes, texts, results = list[tuple[Episode, int | None]](), list[str](), list[EpisodeResult]()
+    texts, results = list[str](), list[EpisodeResult]()
     arrays, due, written = Arrays(folder), 0, 0
 
     def write(number: int, recording: dict[str, Any] | None) -> None:
@@ -147,12 +149,7 @@ def write_demonstrations(
                 written += 1
             due += 1
 
-    def count(episode: Episode, steps: int | None) -> None:
-        outcomes.append((episode, steps))
-        if on_episode is not None:
-            on_episode(episode, steps)
-
-    _record(env, episodes, chunk_size, write, count, recording_settings)
+    outcomes = _record(env, episodes, chunk_size, write, on_episode, recording_settings)
     arrays.append({keys.TASK_DESCRIPTIONS: _encoded(texts).numpy()})
     arrays.finish()
     facts = {
@@ -183,8 +180,11 @@ def _record(
     on_episode: Finished | None,
     settings: RecordingSettings,
     before: Sequence[Sequence[np.ndarray]] | None = None,
-) -> None:
-    """Have workers record episodes task by task, and hand each to ``take``, by its number, as it is done."""
+) -> list[tuple[Episode, int | None]]:
+    """Have workers record episodes task by task, and hand each to ``take``, by its number, as it is done.
+
+    Returns each with the actions that the expert needed, ``None`` if it failed.
+    """
     if not episodes:
         raise ValueError(
             "no episodes are given, and cloning needs at least 1; give some (recipes: demonstrations.episodes)"
@@ -192,20 +192,15 @@ def _record(
     spec = env.simulator_spec
     check_expert(spec.simulator_class(), spec)
     noise_of_dimensions(settings.noise, spec)
-    crashed: list[tuple[Episode, str]] = []
-    solved = 0
+    crashed, outcomes = list[tuple[Episode, str]](), list[tuple[Episode, int | None]]()
 
     def note(result: tuple[int, dict[str, Any] | None]) -> None:
-        nonlocal solved
         number, recording = result
-        steps = None
-        if recording is not None:
-            solved, steps = solved + 1, recording[keys.EPISODE_LEN]
+        outcomes.append((episodes[number], None if recording is None else recording[keys.EPISODE_LEN]))
         take(number, recording and dict(recording))
-        if recording is not None:
-            recording.clear()  # the pool keeps all results to the end
+        (recording or {}).clear()  # the pool keeps all results to the end
         if on_episode is not None:
-            on_episode(episodes[number], steps)
+            on_episode(*outcomes[-1])
 
     def skip(visit: Visit, error: str) -> None:
         crashed.append((visit.episode, reason(error)))
@@ -223,11 +218,12 @@ def _record(
             f"{spec.tasks[episode.task_id].name} trial {episode.trial_id} seed {episode.seed}: {error}",
             stacklevel=3,
         )
-    if not solved:
+    if before is None and all(steps is None for _, steps in outcomes):
         raise RuntimeError(
             f"the scripted expert solved none of {len(episodes)} episodes of {spec.id} within "
             f"{settings.max_steps} steps; raise max_steps, lower the noise, or take other tasks"
         )
+    return outcomes
 
 
 def _result(spec: SimulatorSpec, number: int, episode: Episode, recording: Mapping[str, Any]) -> EpisodeResult:

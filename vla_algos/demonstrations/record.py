@@ -104,8 +104,7 @@ class Demonstrations:
         self._env = dict(config.env)
         self._auxiliary = cloning.get("auxiliary", 0.0)
         self._seed, self._evaluation_seed = config.seed + _SEED_OFFSET, config.eval["seed"]
-        if self._evaluation_seed in (config.seed, self._seed):
-            raise _repeats(self._evaluation_seed, "that this run trains on")
+        _refuse_repeated(self._evaluation_seed, (config.seed, self._seed), "that this run trains on")
         if "noise" in settings:
             noise_of_dimensions(self.settings.noise, spec)
         if "state_noise" in cloning:
@@ -213,7 +212,9 @@ def find_demonstrations(settings: DemonstrationSettings, spec: SimulatorSpec, ev
     """
     folder = settings.folder
     if folder is not None and is_lerobot(folder):
-        return LeRobotDemonstrations.open(folder, spec, stride=settings.stride, **settings.lerobot)
+        dataset = LeRobotDemonstrations.open(folder, spec, stride=settings.stride, **settings.lerobot)
+        _refuse_repeated(evaluation_seed, dataset.folder.seeds, f"of the demonstrations in {folder}")
+        return dataset
     for name, value in settings.lerobot.items():
         if value != getattr(DemonstrationSettings, name):
             raise ValueError(
@@ -229,15 +230,14 @@ def find_demonstrations(settings: DemonstrationSettings, spec: SimulatorSpec, ev
         return None
     found = load_demonstrations(folder)
     found.check(spec)
-    if evaluation_seed in found.facts["recording"]["seeds"]:
-        raise _repeats(evaluation_seed, f"of the demonstrations in {folder}")
+    _refuse_repeated(evaluation_seed, found.facts["recording"]["seeds"], f"of the demonstrations in {folder}")
     return found
 
 
-def _repeats(seed: int, what: str) -> ValueError:
-    return ValueError(
-        f"eval.seed={seed} is the family of initial states {what}; take another one, such as eval.seed=9000000"
-    )
+def _refuse_repeated(seed: int, seeds: Sequence[int], what: str) -> None:
+    if seed in seeds:
+        other = 9_000_000 + (seed == 9_000_000)
+        raise ValueError(f"eval.seed={seed} is the family of initial states {what}; take another: eval.seed={other}")
 
 
 def read(
@@ -262,7 +262,8 @@ def read(
 
 def _take_statistics(policy: VLAPolicy, samples: Samples, folder: str) -> None:
     """Have ``policy`` normalise by what is in ``samples``; the name of their folder is that of the statistics."""
-    rows = torch.linspace(0, len(samples) - 1, min(len(samples), _STATISTICS_ROWS)).long()
+    last = len(samples) - 1
+    rows = torch.linspace(0, last, min(len(samples), _STATISTICS_ROWS)).long().clamp(max=last)  # float32 rounds up
     some = samples.select(keys.ACTION, keys.STATES, keys.STEP_MASK)[rows]
     name = re.sub(r"[^A-Za-z0-9_-]", "_", Path(folder).resolve().name)
     policy.take_statistics(name, some[keys.ACTION], some[keys.STATES], some[keys.STEP_MASK])
@@ -287,14 +288,11 @@ def _describe(found: DemonstrationSet, spec: SimulatorSpec, settings: Mapping[st
 def _progress(spec: SimulatorSpec, episodes: int) -> Iterator[Finished]:
     """Show a progress bar of what is called after each episode, and say at the end what the expert has solved."""
     outcomes: list[tuple[Episode, int | None]] = []
-    solved = 0
     with tqdm(total=episodes, desc="demonstrations", unit="episode", disable=not distributed.is_main()) as bar:
 
         def note(episode: Episode, steps: int | None) -> None:
-            nonlocal solved
             outcomes.append((episode, steps))
-            solved += steps is not None
-            bar.set_postfix(solved=solved, refresh=False)
+            bar.set_postfix(solved=sum(steps is not None for _, steps in outcomes), refresh=False)
             bar.update()
 
         yield note

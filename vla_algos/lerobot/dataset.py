@@ -144,8 +144,14 @@ class LeRobotFolder:
     def episode_rows(self) -> dict[int, dict[str, Any]]:
         """What v3 says of each episode, by ``episode_index``: in which videos it is, from when."""
         files = sorted((self.path / "meta" / "episodes").rglob("*.parquet"))
-        rows = [row for file in files for row in _rows(self.path, file, without="stats/")]
+        rows = [row for file in files for row in _rows(self.path, file, "(?!stats/)")]
         return {int(row[_EPISODE]): row for row in rows}
+
+    @cached_property
+    def seeds(self) -> list[Any]:
+        """Families of initial states of its episodes, where ``vla-recipe rollouts`` has noted them."""
+        files = (self.path / "meta" / "episodes").rglob("*.parquet")
+        return [row["seed"] for file in files for row in _rows(self.path, file, "seed$") if row]
 
     @cached_property
     def unsolved(self) -> int:
@@ -261,9 +267,9 @@ def _json_lines(path: Path, name: str) -> list[dict[str, Any]]:
         raise damaged(path, f"meta/{name}: {error}") from None
 
 
-def _rows(path: Path, file: Path, without: str | None = None) -> list[dict[str, Any]]:
+def _rows(path: Path, file: Path, columns: str = "") -> list[dict[str, Any]]:
     with reading(path, file) as opened:
-        names = [name for name in opened.schema_arrow.names if without is None or not name.startswith(without)]
+        names = [name for name in opened.schema_arrow.names if re.match(columns, name)]
         found: list[dict[str, Any]] = opened.read(columns=names).to_pylist()
     return found
 

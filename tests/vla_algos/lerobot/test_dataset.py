@@ -5,6 +5,7 @@ import re
 import shutil
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from openvla_checkpoint import make_checkpoint
 from pi0_checkpoint import make_checkpoint as make_pi0
 
 from vla_algos.demonstrations import DemonstrationSettings
-from vla_algos.demonstrations.record import find_demonstrations, read
+from vla_algos.demonstrations.record import _take_statistics, find_demonstrations, read
 from vla_algos.imitation import BehaviourCloning
 from vla_algos.lerobot import frames as frames_module
 from vla_algos.lerobot.dataset import LeRobotFolder, is_lerobot
@@ -312,7 +313,37 @@ def test_settings_of_data_sets_mean_nothing_elsewhere(tmp_path):
         find_demonstrations(DemonstrationSettings(episodes=4, statistics="demonstrations"), SPEC, 1)
 
 
+def test_an_evaluation_does_not_repeat_the_episodes_of_a_data_set(plain, tmp_path):
+    pq, folder = pytest.importorskip("pyarrow.parquet"), tmp_path / "rollouts"
+    shutil.copytree(plain, folder)
+    settings = DemonstrationSettings(episodes=3, folder=str(folder))
+    assert find_demonstrations(settings, SPEC, 7).folder.seeds == []
+    (file,) = (folder / "meta" / "episodes").rglob("*.parquet")
+    rows = pq.read_table(file)
+    pq.write_table(rows.append_column("seed", [[5, 7, 7]]), file)  # as vla-recipe rollouts has it
+    assert isinstance(find_demonstrations(settings, SPEC, 9), LeRobotDemonstrations)
+    with pytest.raises(ValueError, match=r"eval\.seed=7 is the family .* of the demonstrations in .*; take"):
+        find_demonstrations(settings, SPEC, 7)
+
+
 # ---- statistics
+
+
+def test_rows_of_statistics_are_there_in_the_largest_data_sets():
+    class Rows:
+        """More of them than float32 can count."""
+
+        def __len__(self):
+            return 2**24 + 4
+
+        def select(self, *names):
+            return self
+
+        def __getitem__(self, rows):
+            assert rows.max() == len(self) - 1
+            return dict.fromkeys((keys.ACTION, keys.STATES, keys.STEP_MASK))
+
+    _take_statistics(SimpleNamespace(take_statistics=lambda *_: None), Rows(), "set")
 
 
 def checkpoint(kind, folder):
