@@ -15,6 +15,7 @@ from annotated_types import MinLen
 from omegaconf import DictConfig
 
 from vla_algos import EpisodeCollector, compare, distributed
+from vla_algos.ablations import check_reads
 from vla_algos.files import finite_or_none, write_atomically
 from vla_algos.run import EVALUATION, Evaluator, Run, launch, run_program
 from vla_algos.run.ablated import AblatedEvaluation, AblationName
@@ -54,6 +55,7 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
     evaluation = AblatedEvaluation(run, spec)
     print(describe_spec(spec))
     policy = make_run_policy(run, spec, own_env)
+    check_reads(policy, config.ablation)
     env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=EpisodeQueue())
 
     # ---- evaluate: as it is, then with each ablation

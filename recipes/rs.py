@@ -91,7 +91,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
         update = {"time/train": run.seconds - began, **solved.metrics()}
         if "self_imitation/loss" not in update:
             kept = update["self_imitation/decisions"]
-            run.say(f"iteration {iteration}: {kept:.0f} solved decisions are too few (4 self_imitation.batch_size)")
+            run.say(f"iteration {iteration}: {kept:.0f} solved decisions; learning takes 4 self_imitation.batch_size")
 
         # ---- tell
         all_rows = distributed.all_gather(batch.select(NEXT, TASK_ID))

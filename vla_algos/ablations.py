@@ -162,6 +162,12 @@ def swapped_instructions(tasks: Sequence[Task]) -> Observe:
     return observe
 
 
+def check_reads(policy: TensorDictModuleBase, ablation: str | Sequence[str] | None) -> None:
+    """Refuse (``ValueError``) other instructions for a policy that reads none."""
+    if "swapped_instructions" in (ablation or ()) and TASK_DESCRIPTIONS not in policy.in_keys:
+        raise ValueError("ablation=swapped_instructions: this policy reads no instructions; leave it out")
+
+
 def _next_words(said: dict[str, list[str]]) -> dict[str, str]:
     """Return another task's words for each text, of ``said`` by instruction: the next one's with another meaning."""
     own: dict[str, set[str]] = {}  # all texts with the same meaning

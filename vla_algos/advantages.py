@@ -40,7 +40,7 @@ def _check_values(reward_level: RewardLevel, num_values: int, chunk_size: int) -
         raise ValueError(
             f"reward_level={reward_level!r} needs {needed} values per decision, the policy has {num_values}: 'action' "
             "goes with a policy that has a value per primitive action (policy.value_per_action=true), 'chunk' with one "
-            "per decision"
+            "per decision; without a critic set loss.critic_coeff=null"
         )
 
 

@@ -202,11 +202,16 @@ class ChunkPolicyLoss(ClipPPOLoss):
             A TensorDict of scalars, see the class.
 
         Raises:
-            ValueError: an entry is missing, or levels do not fit each other.
+            ValueError: an entry is missing or of another shape, or levels do not fit each other.
         """
         tensordict, whole = tensordict.reshape(-1), None if whole is None else whole.reshape(-1)
         self._check_entries(tensordict)
         log_prob, entropy, value = self.actor_network.evaluate_actions(tensordict)
+        if log_prob.shape[:-1] != tensordict[keys.NEXT, keys.STEP_MASK].shape:
+            raise ValueError(
+                f"evaluate_actions gives log-probabilities {list(log_prob.shape)}, must be [B, C, A], one per element "
+                "of an action: the loss adds them up (log_prob_level)"
+            )
         return self.terms(tensordict, log_prob, entropy, value, whole)
 
     def terms(

@@ -160,8 +160,8 @@ class SimulatorSpec:
             processes do.
         protocol: under which results are measured, in a line, where there are several; shown with every result.
         protocol_deviations: what differs from the benchmark's own protocol, or from the one named; shown likewise.
-        options: further keyword arguments of the entry point (camera, render quality, ...).
-        perturbs: the kinds of stress that the simulator's ``perturb`` knows.
+        options: what else the simulator reads of its ``spec`` (camera, render quality, ...).
+        perturbs: the kinds of stress (``KINDS`` of :mod:`vla_envs.stress`) that the simulator's ``perturb`` knows.
         stress: strengths by kind under which episodes run, none of them 0; set by :func:`vla_envs.stress.stressed`.
     """
 

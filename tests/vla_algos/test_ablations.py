@@ -13,7 +13,7 @@ from toy import CHUNK, DIM, ToyEnv, ToyPolicy
 from walker import walker_spec
 
 from vla_algos import ablations, distributed
-from vla_algos.ablations import DoNothing, SeenImages, other_trials, swapped_instructions
+from vla_algos.ablations import DoNothing, SeenImages, check_reads, other_trials, swapped_instructions
 from vla_algos.evaluation import evaluate
 from vla_algos.run.evaluator import Evaluator
 from vla_common.keys import ACTION, DECISION_INDEX, EPISODE_INDEX, IMAGES, STATES, TASK_DESCRIPTIONS, WRIST_IMAGES
@@ -274,3 +274,10 @@ def test_the_other_axis_angle_is_the_same_rotation():
     assert same.magnitude().max() < 1e-5
     with pytest.raises(ValueError, match="states of metaworld have no axis-angle"):
         ablations.other_axis_angle("metaworld")
+
+
+def test_instructions_of_a_policy_that_reads_none_are_not_swapped():
+    blind = SimpleNamespace(in_keys=[IMAGES])
+    check_reads(blind, ["blank_images"])
+    with pytest.raises(ValueError, match="reads no instructions; leave it out"):
+        check_reads(blind, "swapped_instructions")

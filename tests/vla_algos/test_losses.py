@@ -490,3 +490,12 @@ def test_values_and_targets_of_different_levels(values, targets):
     message = rf"value is \[16, {values}\] and 'value_target' \[16, {targets}\].*reward_level='action'"
     with pytest.raises(ValueError, match=message):
         ChunkClipPPOLoss(policy)(batch)
+
+
+@pytest.mark.parametrize("summed", [(-1,), (-2, -1)])
+def test_log_probabilities_that_are_summed_already_are_refused(summed):
+    batch = given(torch.zeros(4, CHUNK, DIM), torch.ones(4, 1))
+    for entry in (("given", "log_prob"), ("given", "entropy"), ACTION_LOG_PROB):
+        batch[entry] = batch[entry].sum(summed)
+    with pytest.raises(ValueError, match=r"must be \[B, C, A\], one per element"):
+        ChunkClipPPOLoss(Given(), critic_coeff=None)(batch)
