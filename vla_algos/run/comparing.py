@@ -16,11 +16,9 @@ from vla_algos.results import IN_TRAINING, NAME, files_of, read_episodes
 from vla_algos.run.environments import evaluated_env
 from vla_algos.run.folder import flat, settings_of
 from vla_algos.run.provenance import read_record
+from vla_algos.run.training_env import unseen
 from vla_algos.seeds import Seeds, hierarchical_bootstrap, interquartile_mean, probability_of_improvement
 from vla_common.settings import Count, checked
-
-_OF_THE_MACHINE = ("num_envs", "num_workers", "gpus", "step_timeout", "start_timeout", "group_size")
-_OF_TRAINING = ("reward_type", "reward_coef", "relative_reward", "step_penalty")
 
 
 @dataclass(frozen=True)
@@ -204,9 +202,11 @@ def _differences(first: Path, second: Path) -> Iterator[str]:
     both = {name: (one.get(name) or "none", other.get(name) or "none") for name in ("protocol", "protocol_deviations")}
     envs = _env(first), _env(second)
     if all(envs):
-        both |= {name: (envs[0].get(name), envs[1].get(name)) for name in sorted({**envs[0], **envs[1]})}
+        hidden = set.union(*(unseen(str(env.get("env.id"))) for env in envs)) - {"ignore_terminations"}
+        shown = [name for name in sorted({**envs[0], **envs[1]}) if hidden.isdisjoint(name.split(".")[1:])]
+        both |= {name: (envs[0].get(name), envs[1].get(name)) for name in shown}
     for name, (here, there) in both.items():
-        if here != there and name.removeprefix("env.") not in (*_OF_THE_MACHINE, *_OF_TRAINING):
+        if here != there:
             yield f"{name}: {here} and {there}"
 
 

@@ -116,16 +116,16 @@ def env_of(folder: str | Path) -> dict[str, Any] | None:
 
 def differences(trained: Mapping[str, Any], env: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """List what a policy sees otherwise than in its training: ``{setting: (then, now)}``."""
-    unseen = _unseen(trained["id"]) | _unseen(env["id"])
-    both = {name: (trained.get(name), env.get(name)) for name in {**trained, **env} if name not in unseen}
+    hidden = unseen(trained["id"]) | unseen(env["id"])
+    both = {name: (trained.get(name), env.get(name)) for name in {**trained, **env} if name not in hidden}
     return {name: (then, now) for name, (then, now) in both.items() if then != now}
 
 
 def _left_out(suite: str) -> set[str]:
-    return _unseen(suite) - {"num_envs"}  # the number of environments is no fact of the policy, but is kept
+    return unseen(suite) - {"num_envs"}  # the number of environments is no fact of the policy, but is kept
 
 
-def _unseen(suite: str) -> set[str]:
+def unseen(suite: str) -> set[str]:
     """List settings of the machine or of the reward, which no policy sees, of the environments of a name."""
     try:
         own = find_benchmark(suite)[0].unseen

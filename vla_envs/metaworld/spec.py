@@ -102,7 +102,7 @@ def _checked_ranges(
     for task, bounds in ranges.items():
         if task not in tasks:
             error = unknown_name("task in reset_ranges", task, tasks)
-            raise ValueError(f"{error}; for the benchmark's own initial states: reset_ranges=null")
+            raise ValueError(f"{error}; for the benchmark's own initial states type env.reset_ranges=null")
         if len(bounds) != 2 or not 0 < len(bounds[0]) == len(bounds[1]) or np.greater(bounds[0], bounds[1]).any():
             raise ValueError(
                 f"reset_ranges.{task} takes [low, high] of the task's random vector, in metres and as many numbers "
