@@ -205,9 +205,7 @@ def _differences(first: Path, second: Path) -> Iterator[str]:
         hidden = set.union(*(unseen(str(env.get("env.id"))) for env in envs)) - {"ignore_terminations"}
         shown = [name for name in sorted({**envs[0], **envs[1]}) if hidden.isdisjoint(name.split(".")[1:])]
         both |= {name: (envs[0].get(name), envs[1].get(name)) for name in shown}
-    for name, (here, there) in both.items():
-        if here != there:
-            yield f"{name}: {here} and {there}"
+    yield from (f"{name}: {here} and {there}" for name, (here, there) in both.items() if here != there)
 
 
 def _env(run: Path) -> dict[str, Any]:
