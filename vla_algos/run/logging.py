@@ -16,7 +16,7 @@ from vla_common.plain import parse_json
 
 def progress_bar(title: str, total: int, unit: str, initial: int = 0) -> tqdm:
     """Make a progress bar, shown by rank 0; the time left is by the mean of all that was done."""
-    often = {"miniters": 0, "smoothing": 0}  # drawn within an iteration too
+    often: dict[str, Any] = {"miniters": 0, "smoothing": 0}  # drawn within an iteration too
     return tqdm(total=total, initial=initial, desc=title, unit=unit, disable=not distributed.is_main(), **often)
 
 
