@@ -12,7 +12,7 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-_OF_TRACKERS = ("wandb", "swanlog")  # in folders of their own in a run's; wandb links there to its cache
+_OF_TRACKERS = ("wandb", "swanlab")  # in folders of their own in a run's; wandb links there to its cache
 
 
 class FolderInUse(RuntimeError):
