@@ -222,11 +222,13 @@ def test_compare_of_one_run_is_its_first_and_its_last_evaluation(tmp_path, capsy
 
 
 def test_compare_of_two_runs_is_their_last_evaluations(tmp_path, capsys):
-    first, second = run_of(tmp_path / "a", 0), run_of(tmp_path / "b", 10, image_size=128, num_envs=16)
+    first = run_of(tmp_path / "a", 0)
+    second = run_of(tmp_path / "b", 10, image_size=128, num_envs=16, cache_gigabytes=2)
     out = said(capsys, first, second, "--mean-of", "easy,medium,hard")
     assert compare(results(2, 0.1), results(12, 0.1), list(GROUPS)).table("A", "B", tasks=True) in out
     assert "differs: env.image_size: 64 and 128" in out
     assert "num_envs" not in out
+    assert "cache_gigabytes" not in out  # which no policy sees
     assert said(capsys, first / "evaluations/iteration_0000", second).count("B - A, paired over 180") == 2
     file = first / "evaluations/iteration_0000/eval.jsonl"
     assert "B - A, paired over 180 episodes" in said(capsys, file, second / "evaluations/iteration_0900")
