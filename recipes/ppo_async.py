@@ -1,4 +1,4 @@
-"""PPO whose processes only act or only learn, side by side; settings are in ``conf/ppo_async.yaml``."""
+"""PPO whose processes only act or only learn, side by side: ``python recipes/ppo_async.py``."""
 
 from vla_common.program import begin_program
 

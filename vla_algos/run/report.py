@@ -26,6 +26,7 @@ from vla_algos.run.logging import entries
 from vla_algos.run.plots import number, plots, points
 from vla_algos.run.provenance import read_record
 from vla_algos.run.summary import never_trained
+from vla_common.experiments import as_typed
 
 PAGE = "report.html"
 LARGEST = 5_000_000  # bytes of a page
@@ -243,14 +244,14 @@ class _Group:
         return list(dict.fromkeys(str(text) for said in known for text in said)) if known else None
 
     @property
-    def settings(self) -> list[tuple[str, Any, Any]]:
-        """Settings that are not the recipe's own: name, the recipe's, and that of these runs."""
+    def settings(self) -> list[tuple[str, str, str]]:
+        """Settings that are not the recipe's own: name, the recipe's, and that of these runs, as they are typed."""
         recipe, now = self.first.recipe, self.first.settings
         if self._conf is None or recipe not in [path.stem for path in self._conf.glob("*.yaml")]:
             return []
         default = flat(OmegaConf.to_container(compose_settings(recipe, [], self._conf), resolve=True))
         changed = [name for name in now if now[name] != default.get(name, ...) and not name.startswith(_FREE)]
-        return [(name, default.get(name, ""), now[name]) for name in changed]
+        return [(name, as_typed(default[name]) if name in default else "", as_typed(now[name])) for name in changed]
 
     @property
     def time(self) -> dict[str, float]:

@@ -209,8 +209,9 @@ def test_the_same_episode_is_shown_before_and_after(tmp_path):
 
 def test_settings_that_are_not_the_default_are_listed(tmp_path):
     default = yaml.safe_load((CONF / "ppo.yaml").read_text())
-    found = page(run(tmp_path / "run", gae={**default["gae"], "gamma": 0.5}, iterations=45), conf=CONF)
+    found = page(run(tmp_path / "run", gae={**default["gae"], "gamma": 0.5}, iterations=45, save_to=None), conf=CONF)
     assert "gae.gamma 0.9 0.5" in found.text
+    assert "save_to null" in found.text, "as it is typed"
     assert "gae.lmbda" not in found.text
     assert "Settings that are not" not in page(tmp_path / "run").text
 
