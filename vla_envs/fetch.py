@@ -233,10 +233,14 @@ def _install(packages: Packages, source: str | None) -> None:
         raise OSError(f"no pip in {sys.executable}; type: uv pip install --no-deps {' '.join(packages.requirements)}")
     ours = map(Requirement, metadata.requires(DISTRIBUTION) or [])
     needed = [f"{r.name}{r.specifier}" for r in ours if r.marker and r.marker.evaluate({"extra": packages.extra})]
+    wanted, into = ["--no-deps", *packages.requirements], sys.prefix
+    if packages.into:
+        needed, into = [], str(cache_folder() / packages.into)
+        wanted += ["--upgrade", "--target", into]
     command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-input"]
     if source:
         command += ["--index-url", source] if "://" in source else ["--no-index", "--find-links", source]
-    print(f"{packages.title}: {', '.join((*needed, *packages.requirements))}\n  into {sys.prefix}", flush=True)
-    for words in (needed, ["--no-deps", *packages.requirements]):
+    print(f"{packages.title}: {', '.join((*needed, *packages.requirements))}\n  into {into}", flush=True)
+    for words in filter(None, (needed, wanted)):
         if subprocess.run([*command, *words], stdin=subprocess.DEVNULL).returncode:
             raise OSError(f"pip could not install {packages.title}, it says why above; {_AGAIN}")

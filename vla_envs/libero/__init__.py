@@ -57,5 +57,5 @@ BENCHMARK = Benchmark(
     suite_title=str.capitalize,
     checks=check,
     unseen=("assets", "cache_gigabytes"),
-    downloads=(package.PACKAGES, package.ASSETS),
+    downloads=(package.PACKAGES, package.ASSETS, package.PRO),
 )

