@@ -229,14 +229,14 @@ def _unpack(archive: Path) -> None:
 
 
 def _install(packages: Packages, source: str | None) -> None:
-    if find_spec("pip") is None:
-        raise OSError(f"no pip in {sys.executable}; type: uv pip install --no-deps {' '.join(packages.requirements)}")
-    ours = map(Requirement, metadata.requires(DISTRIBUTION) or [])
-    needed = [f"{r.name}{r.specifier}" for r in ours if r.marker and r.marker.evaluate({"extra": packages.extra})]
     wanted, into = ["--no-deps", *packages.requirements], sys.prefix
     if packages.into:
-        needed, into = [], str(cache_folder() / packages.into)
+        into = str(cache_folder() / packages.into)
         wanted += ["--upgrade", "--target", into]
+    if find_spec("pip") is None:
+        raise OSError(f"no pip in {sys.executable}; type: uv pip install {' '.join(wanted)}")
+    ours = map(Requirement, metadata.requires(DISTRIBUTION) or [])
+    needed = [f"{r.name}{r.specifier}" for r in ours if r.marker and r.marker.evaluate({"extra": packages.extra})]
     command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-input"]
     if source:
         command += ["--index-url", source] if "://" in source else ["--no-index", "--find-links", source]

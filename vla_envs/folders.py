@@ -105,7 +105,7 @@ class Packages:
     title: str  # for people
     extra: str  # of ours, that has what they really need
     requirements: tuple[str, ...]
-    into: str = ""  # a folder in that of all assets, for data alone: nothing is imported from there
+    into: str = ""  # a folder in cache_folder(), for data alone: nothing is imported from there
 
 
 @dataclass(frozen=True)

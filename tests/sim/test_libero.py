@@ -1,6 +1,8 @@
 """LIBERO: the benchmark's own states and pixels, the same in every process, and errors that say what to type."""
 
+import ast
 import gc
+import io
 import os
 import pickle
 import re
@@ -97,12 +99,12 @@ def test_suites_of_libero_pro_are_those_of_its_package(libero_pro):
     package.import_libero()
     from libero.libero.envs.bddl_utils import get_problem_info
 
-    listed = {}
-    exec((libero_pro / "libero/libero/benchmark/libero_suite_task_map.py").read_text(), listed)
+    listing = (libero_pro / "libero/libero/benchmark/libero_suite_task_map.py").read_text()
+    listed = ast.literal_eval(listing.partition("=")[2].strip())
     assert [name for name in suites() if "_" in name] == PRO
     for name in PRO:
         spec = make_spec(f"libero/{name}")
-        assert [task.name for task in spec.tasks] == listed["libero_task_map"][f"libero_{name}"]
+        assert [task.name for task in spec.tasks] == listed[f"libero_{name}"]
         files = [str(package.task_file(name, task.name)) for task in spec.tasks]
         assert [task.instruction for task in spec.tasks] == [get_problem_info(f)["language_instruction"] for f in files]
         assert {len(package.initial_states(name, task.name)) for task in spec.tasks} == {50}
@@ -596,6 +598,32 @@ def test_unreadable_initial_states(value, message, tmp_path, monkeypatch):
     monkeypatch.setattr(package, "package_folder", lambda: tmp_path)
     with pytest.raises(RuntimeError, match=f"cannot read LIBERO's initial states(.|\n)*{message}(.|\n)*pip install"):
         package.initial_states("goal", "task")
+
+
+def numpy_header(shape):
+    """What a file of numpy begins with, and no numbers behind it."""
+    file = io.BytesIO()
+    np.lib.format.write_array_header_1_0(file, {"descr": "<f8", "fortran_order": False, "shape": shape})
+    return file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (pickle.dumps(os.getcwd), "contains pickled"),
+        (numpy_header((10**10, 45)), "."),  # 3.6 TB
+        (numpy_header((0, 45)), "it is empty"),
+        (numpy_header((0,)), "2 dimensions"),
+    ],
+)
+def test_unreadable_initial_states_of_libero_pro(content, message, tmp_path, monkeypatch):
+    path = tmp_path / "init_files" / "libero_goal_swap" / "task.pruned_init.npz"
+    path.parent.mkdir(parents=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("states.npy", content)
+    monkeypatch.setattr(package, "_folder_of", lambda suite: tmp_path)
+    with pytest.raises(RuntimeError, match=f"{message}(.|\n)*fetch libero-pro"):
+        package.initial_states("goal_swap", "task")
 
 
 @pytest.mark.parametrize(("package_name", "needed"), [("mujoco", "3.3.0"), ("robosuite", "1.4.0")])
