@@ -134,7 +134,8 @@ class _Evaluation:
         yield f"episodes of `eval.seed={self._eval.get('seed')}`"
         yield from (f"`policy.{name}={value}`" for name, value in self._policy.items())
         differs = self._metrics.get("differs_from_training") or {}
-        yield from (f"`{name}` is `{now}`, was `{then}` in training" for name, (then, now) in differs.items())
+        shown = {name: map(as_typed, each) for name, each in differs.items()}
+        yield from (f"`{name}` is `{now}`, was `{then}` in training" for name, (then, now) in shown.items())
         process = (read_record(self._folder).get("processes") or [{}])[-1]
         if versions := process.get("versions"):
             yield ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -18,6 +18,7 @@ from vla_algos.run.folder import flat, settings_of
 from vla_algos.run.provenance import read_record
 from vla_algos.run.training_env import unseen
 from vla_algos.seeds import Seeds, hierarchical_bootstrap, interquartile_mean, probability_of_improvement
+from vla_common.experiments import as_typed
 from vla_common.settings import Count, checked
 
 
@@ -204,7 +205,7 @@ def _differences(first: Path, second: Path) -> Iterator[str]:
     if all(envs):
         hidden = set.union(*(unseen(str(env.get("env.id"))) for env in envs)) - {"ignore_terminations"}
         shown = [name for name in sorted({**envs[0], **envs[1]}) if hidden.isdisjoint(name.split(".")[1:])]
-        both |= {name: (envs[0].get(name), envs[1].get(name)) for name in shown}
+        both |= {name: (as_typed(envs[0].get(name)), as_typed(envs[1].get(name))) for name in shown}
     yield from (f"{name}: {here} and {there}" for name, (here, there) in both.items() if here != there)
 
 

@@ -16,6 +16,7 @@ from vla_algos.run.run import Run
 from vla_algos.run.sharding import Sharding, check_same_draws, say_host_memory
 from vla_algos.run.summary import describe_policy
 from vla_algos.run.training_env import differences, is_chosen, load_training_env, save_training_env
+from vla_common.experiments import as_typed
 from vla_envs import SimulatorSpec
 from vla_policies import VLAPolicy, make_policy
 from vla_policies.checkpoint.hub import resolve
@@ -90,7 +91,7 @@ def _training_differences(
             "experiment=NAME"
         )
     if differs:
-        shown = "; ".join(f"{name}={now}, not {then}" for name, (then, now) in differs.items())
+        shown = "; ".join(f"{name}={as_typed(now)}, not {as_typed(then)}" for name, (then, now) in differs.items())
         print(f"warning: {checkpoint} was trained otherwise: {shown}")
     return differs
 
