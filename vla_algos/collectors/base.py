@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from vla_algos.policies import Policy, as_module, loss_keys
 from vla_common import keys
-from vla_envs.env import VLAEnv, base_env
+from vla_envs.env import base_env
 from vla_envs.stages import check_stages
 
 NEXT_KEYS = (
@@ -66,7 +66,15 @@ class ChunkCollector(BaseCollector):
         self.base_env = base_env(env)  # under the transforms: it has the episodes
         self.env, self.policy, self.exploration = env, as_module(policy, env), exploration
         self.step_hook, self.stages = step_hook, stages
-        self._stages = _divide(env, stages) if stages != 1 or halves else []
+        self._stages: list[list[int]] = []
+        if stages != 1 or halves:
+            check_stages(stages, env.batch_size.numel(), 1)
+            if not hasattr(type(env), "stage_slots"):
+                raise ValueError(
+                    f"stages={stages} and overlap_resets take a VLAEnv without transforms, not {type(env).__name__}: "
+                    "transforms are of all slots at once; have the policy transform what it sees, or leave both out"
+                )
+            self._stages = self.base_env.stage_slots(stages)
         self.has_value = values and keys.STATE_VALUE in self.policy.out_keys
         written = [keys.ACTION, keys.ACTION_LOG_PROB] if keys.ACTION_LOG_PROB in self.policy.out_keys else [keys.ACTION]
         root_keys = [*loss_keys(self.policy), *written, keys.TASK_ID, keys.TRIAL_ID, keys.GROUP_ID]
@@ -201,13 +209,6 @@ class ChunkCollector(BaseCollector):
         if policy_or_weights is not None:
             self.policy.load_state_dict(policy_or_weights)
 
-    def start(self) -> None:
-        """Refuse: a batch is collected when it is asked for, by the policy of that moment."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not run by itself: iterate over it, or use TorchRL's "
-            "Collector(env, policy, replay_buffer=...), which starts a thread"
-        )
-
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Do nothing: between two batches nothing runs."""
@@ -218,12 +219,3 @@ class ChunkCollector(BaseCollector):
         if close_env and not self.env.is_closed:
             self.env.close(raise_if_closed=raise_on_error)
 
-
-def _divide(env: EnvBase, stages: int) -> list[list[int]]:
-    check_stages(stages, env.batch_size.numel(), 1)
-    if not hasattr(type(env), "stage_slots"):
-        raise ValueError(
-            f"stages={stages} and overlap_resets take a VLAEnv without transforms, not {type(env).__name__}: "
-            "transforms are of all slots at once; have the policy transform what it sees, or leave both out"
-        )
-    return cast(VLAEnv, env).stage_slots(stages)

@@ -63,14 +63,7 @@ class StepCollector(ChunkCollector):
         stages: Count = 1,
         step_hook: Hook | None = None,
     ):
-        super().__init__(
-            env,
-            policy,
-            ExplorationType.RANDOM,
-            values=values,
-            stages=stages,
-            step_hook=step_hook,
-        )
+        super().__init__(env, policy, ExplorationType.RANDOM, values=values, stages=stages, step_hook=step_hook)
         self.decisions, self.bootstrap, self.total_frames = decisions, bootstrap, total_frames
         self.frames_per_batch = self.requested_frames_per_batch = env.batch_size.numel() * decisions
         self._observation: TensorDictBase | None = None
