@@ -20,21 +20,9 @@ from vla_common import keys
 from vla_envs.env import base_env
 from vla_envs.stages import check_stages
 
-NEXT_KEYS = (
-    keys.REWARD,
-    keys.STEP_REWARDS,
-    keys.STEP_MASK,
-    keys.TERMINATED,
-    keys.TRUNCATED,
-    keys.DONE,
-    keys.SUCCESS,
-    keys.SUCCESS_AT_END,
-    keys.CRASHED,
-    keys.EPISODE_RETURN,
-    keys.EPISODE_LEN,
-    keys.ACTIONS_CLIPPED,
-    keys.SUBTASKS,
-)
+_OF_DECISION = (keys.REWARD, keys.STEP_REWARDS, keys.STEP_MASK, keys.TERMINATED, keys.TRUNCATED, keys.DONE)
+_OF_EPISODE = (keys.SUCCESS, keys.SUCCESS_AT_END, keys.CRASHED, keys.EPISODE_RETURN, keys.EPISODE_LEN)  # so far
+NEXT_KEYS = (*_OF_DECISION, *_OF_EPISODE, keys.ACTIONS_CLIPPED, keys.SUBTASKS)
 OUTCOME_KEYS = (keys.ACTION, keys.TASK_ID, keys.TRIAL_ID, keys.GROUP_ID, *((keys.NEXT, key) for key in NEXT_KEYS))
 """What is kept of a decision that nothing is learnt from."""
 
@@ -218,4 +206,3 @@ class ChunkCollector(BaseCollector):
         """Close the environment, unless ``close_env`` is false; may be called again."""
         if close_env and not self.env.is_closed:
             self.env.close(raise_if_closed=raise_on_error)
-

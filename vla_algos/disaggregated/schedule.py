@@ -38,6 +38,7 @@ class Schedule:
 
     def __init__(self, policy: VLAPolicy, seed: int, lag: int, roles: Roles):
         self.policy, self.seed, self.lag, self.roles = policy, seed, lag, roles
+        self._ranks = [list(roles.actors), list(roles.rollouts)]
         self._sync: WeightSync | None = None  # where no process does both
         self._waiting: deque[Any] = deque()  # batches, of a process that learns; None where it has no rows
         self._ahead = 0  # how many they are, in all processes
@@ -131,19 +132,15 @@ class Schedule:
     def state_dict(self) -> dict[str, Any]:
         """Return the batches that wait, and random numbers: tensors, numbers and texts."""
         return {
-            "roles": self._role_ranks,
+            "roles": self._ranks,
             "ahead": self._ahead,
             "waiting": [_plain(batch) for batch in self._waiting],
             "random": self._random,
         }
 
-    @property
-    def _role_ranks(self) -> list[list[int]]:
-        return [list(self.roles.actors), list(self.roles.rollouts)]
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`; ``CheckpointError`` for a run whose processes had other roles."""
-        if state["roles"] != self._role_ranks:
+        if state["roles"] != self._ranks:
             raise CheckpointError(
                 f"that run had actors {state['roles'][0]} and rollouts {state['roles'][1]}, and batches that wait for "
                 "them: resume with its placement"

@@ -282,11 +282,10 @@ def _read_table(folder: LeRobotFolder) -> Table:
     joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
     order = np.lexsort([joined[name] for name in ("step", "episode")])
     table = Table(files=files, **{name: array[order] for name, array in joined.items()})
-    begins = np.flatnonzero(np.diff(table.episode, prepend=-1))
-    lengths = np.diff(np.append(begins, len(table.episode)))
+    _, begins, lengths = np.unique(table.episode, return_index=True, return_counts=True)
     if len(begins) != folder.episodes:
         raise damaged(path, f"it has {len(begins):,} episodes, {INFO} says {folder.episodes:,}")
-    if (table.step != np.concatenate([np.arange(length) for length in lengths])).any():
+    if (table.step != np.arange(len(table.step)) - np.repeat(begins, lengths)).any():
         raise damaged(path, "the frames of an episode are not numbered from 0 on")
     return table
 

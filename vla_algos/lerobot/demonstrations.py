@@ -209,8 +209,7 @@ class _Rows:
         table = source.folder.table
         self._source, self._frames, self._policy, self._cameras = source, frames, policy, cameras
         self._task_id, self._length, self._reader = task_id, policy.chunk_size, FrameReader(source.folder)
-        begins = np.flatnonzero(np.diff(table.episode, prepend=-1))
-        lengths = np.diff(np.append(begins, len(table.episode)))
+        _, begins, lengths = np.unique(table.episode, return_index=True, return_counts=True)
         self._lengths = np.repeat(lengths, lengths)  # of the episode of each frame
         self._trials = _number_trials(table, begins, lengths)
         self._width = max(WIDTH, *(len(text.encode()) for text in source.folder.tasks.values()))

@@ -135,15 +135,16 @@ def check_share(settings: Mapping[str, Any], policy: VLAPolicy) -> None:
 @contextlib.contextmanager
 def at_temperature(policy: VLAPolicy, temperature: float | None) -> Iterator[None]:
     """Have a policy sample at another ``config.temperature`` than it is trained at; ``None`` for that."""
-    trained = getattr(policy, "config", None)
-    if temperature is not None:
-        check_temperature(policy, temperature)
-        policy.config = replace(policy.config, temperature=temperature)
+    if temperature is None:
+        yield
+        return
+    check_temperature(policy, temperature)
+    trained = policy.config
+    policy.config = replace(trained, temperature=temperature)
     try:
         yield
     finally:
-        if temperature is not None:
-            policy.config = trained
+        policy.config = trained
 
 
 def check_temperature(policy: VLAPolicy, temperature: float | None) -> None:

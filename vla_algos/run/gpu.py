@@ -26,15 +26,8 @@ def fit_gpu(settings: SimpleNamespace, processes: int, typed: Collection[str]) -
 
     Parts of a minibatch, gradient checkpointing, prefixes that are not kept, Adam in host memory and stages leave the
     updates as they are, up to rounding (stages draw other random numbers). Where that is not enough an adapter in
-    bfloat16 is trained.
-
-    Args:
-        settings: of the run, see :func:`vla_algos.run.config.read_config`; ``gpu`` may be ``None``.
-        processes: of the run, each with a GPU.
-        typed: names of the settings that the user has typed, which are not changed.
-
-    Raises:
-        ValueError: it does not fit; says which GPU would do.
+    bfloat16 is trained. ``settings`` are those of the run, of so many ``processes``, each with a GPU; those that are
+    ``typed``, by name, are not changed. ValueError: it does not fit; says which GPU would do.
     """
     name = getattr(settings, "gpu", None)  # recipes that clone or evaluate have none
     if name is None:
@@ -86,13 +79,10 @@ class Fitting:
         found = self.as_it_is.fit(limit, self.typed)
         return self.adapted.fit(limit, self.typed) if found is None and self.adapted else found
 
-    def load(self, changes: Changes) -> Load:
-        """Return that of which they are the changes."""
-        return self.adapted if "policy.dtype" in changes and self.adapted else self.as_it_is
-
     def describe(self, name: str, changes: Changes) -> str:
         """Say what becomes of the run, and whether it is another one."""
-        before, load = self.as_it_is, self.load(changes)
+        before = self.as_it_is
+        load = self.adapted if "policy.dtype" in changes and self.adapted else before
         lines = [f"gpu={name}: {usable(name):.1f} GB of it are counted on, the rest is for what is not calculated"]
         for what, was, becomes in zip(("update", "rollout"), before.peaks({}), load.peaks(changes), strict=True):
             lines.append(f"  {f'GB in the {what}':<31}{was:.1f} -> {becomes:.1f}")
@@ -112,12 +102,7 @@ class Fitting:
 
 
 class Load:
-    """What a run takes of each GPU.
-
-    Args:
-        settings, processes: as of :func:`fit_gpu`.
-        others: settings that are changed in any case.
-    """
+    """What a run takes of each GPU; ``others`` are settings that are changed in any case."""
 
     def __init__(self, settings: SimpleNamespace, processes: int, others: Changes):
         self.settings, self.processes, self.others = settings, processes, others

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -53,13 +54,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any], /) -> Any:
         """Restore what :meth:`state_dict` returned."""
-
-
-class RandomNumbers:
-    """The random number generators of a process, as a part of its run."""
-
-    state_dict = staticmethod(random_state)
-    load_state_dict = staticmethod(set_random_state)
 
 
 class Saver:
@@ -235,7 +229,8 @@ def _replicated(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _own(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of each process; its random numbers come last, since loading the others may draw some."""
-    return {name: part for name, part in parts.items() if not _is_replicated(part)} | {"random": RandomNumbers()}
+    random = SimpleNamespace(state_dict=random_state, load_state_dict=set_random_state)
+    return {name: part for name, part in parts.items() if not _is_replicated(part)} | {"random": random}
 
 
 def _is_replicated(part: Any) -> bool:
