@@ -120,7 +120,7 @@ def _grpo(faults: Faults, folder: Path, chance: random.Random, share: float) -> 
     learner = Learner(ChunkClipPPOLoss(policy, critic_coeff=None), lr=1e-3, updates=3, minibatch_size=32, epochs=1)
     episodes = EpisodeSampler(spec, chance.randrange(1000), group_size=size)
     with _env(spec, chance) as env:
-        collector = EpisodeCollector(env, policy)
+        collector = EpisodeCollector(env, policy, max_attempts=ATTEMPTS)
         for _ in range(3):
             try:
                 groups = collect_groups(collector, episodes, 4, 4)

@@ -22,8 +22,6 @@ from vla_envs.episodes import EpisodeQueue, QueuedEpisode
 from vla_envs.resume import load_transforms, transforms_state
 from vla_envs.simulator import Episode
 
-_ATTEMPTS = 3  # runs of an episode whose simulator dies, before it counts as crashed
-
 
 class EpisodeCollector(ChunkCollector):
     """Works off a queue of episodes and yields each as ``[T]``, in the order of the queue.
@@ -34,7 +32,7 @@ class EpisodeCollector(ChunkCollector):
     iterates the environment takes its episodes from the queue alone; it has its own source back afterwards, and another
     collector in it begins with fresh episodes.
 
-    An episode whose simulator dies runs again, up to three times in all, and is then yielded with ``crashed``
+    An episode whose simulator dies runs again, up to ``max_attempts`` times, and is then yielded with ``crashed``
     in its last decision; one that could not even begin, which the environment has tried several times, at once.
     After :class:`~vla_envs.workers.pool.SimulatorCrash`, and where the caller stops early, episodes without a result go
     back to the queue: iterating again runs them, and nothing is yielded twice.
@@ -47,6 +45,7 @@ class EpisodeCollector(ChunkCollector):
         episodes: the first content of the queue.
         exploration: ``RANDOM`` samples, ``DETERMINISTIC`` is greedy.
         for_learning: store what the loss reads; else only identities, actions and outcomes.
+        max_attempts: runs of an episode whose simulator dies before it counts as crashed.
         stages: as in :class:`StepCollector`. Results differ from those of one stage by the rounding of other batches,
             and sampled ones by their random numbers.
         overlap_resets: a slot whose episode ended sits out one decision while its simulator begins the next one;
@@ -77,6 +76,7 @@ class EpisodeCollector(ChunkCollector):
         *,
         exploration: ExplorationType = ExplorationType.RANDOM,
         for_learning: bool = True,
+        max_attempts: Count = 3,
         stages: Count = 1,
         overlap_resets: bool = False,
         on_episode: Callable[[int, TensorDictBase], None] | None = None,
@@ -94,7 +94,7 @@ class EpisodeCollector(ChunkCollector):
         if not for_learning:
             self.stored_keys = [key for key in self.stored_keys if key in OUTCOME_KEYS]
         self.total_frames = -1
-        self.on_episode = on_episode
+        self.max_attempts, self.on_episode = max_attempts, on_episode
         self.queue = EpisodeQueue(episodes)
         self.attempts: Counter[int] = Counter()
         self.errors: dict[int, str] = {}
@@ -233,7 +233,7 @@ class EpisodeCollector(ChunkCollector):
             self.attempts[index] += 1
             if decisions[NEXT, CRASHED][-1]:
                 self.errors[index] = getattr(self.base_env, "errors", {}).get(slot, "")
-                if self.attempts[index] < _ATTEMPTS and not self._deciding_unstarted[row]:
+                if self.attempts[index] < self.max_attempts and not self._deciding_unstarted[row]:
                     self.queue.give_back(episode)
                     continue
             if remark := getattr(self.base_env, "step_remarks", {}).get(slot):

@@ -101,7 +101,11 @@ class StepCollector(ChunkCollector):
             batch[slots, t] = stored
             if self.has_value:
                 after = outcome[NEXT]
-                wanted = self._needs_bootstrap(after)
+                wanted = {  # ends of episodes beyond which the bootstrap looks
+                    "truncation": after[TRUNCATED] & ~after[TERMINATED],
+                    "none": torch.zeros_like(after[DONE]),
+                    "any_done": after[DONE],
+                }[self.bootstrap]
                 if t == self.decisions - 1:
                     wanted = wanted | ~after[DONE]
                 rows = (wanted & ~after[CRASHED]).squeeze(-1).nonzero().squeeze(-1)
@@ -152,12 +156,6 @@ class StepCollector(ChunkCollector):
     ) -> tuple[int, Tensor, TensorDictBase]:
         self._await_episodes(done)
         return t, outcome[ENV_INDEX], outcome
-
-    def _needs_bootstrap(self, after: TensorDictBase) -> Tensor:
-        """Find the ends of episodes, bool ``[N, 1]``, beyond which :attr:`bootstrap` looks."""
-        if self.bootstrap == "none":
-            return torch.zeros_like(after[DONE])
-        return after[DONE] if self.bootstrap == "any_done" else after[TRUNCATED] & ~after[TERMINATED]
 
     def _next_values(self, batch: TensorDictBase, finals: _FinalValues) -> Tensor:
         """Value of the observation after each decision, ``[N, T, 1]`` or ``[N, T, C]``."""

@@ -110,11 +110,9 @@ class Demonstrations:
         if "state_noise" in cloning:
             check_state_noise(cloning["state_noise"], spec.state_dim)
         self.wanted = bool(self.settings.episodes) and (always or not config.policy.get("checkpoint"))
-        if self.wanted:
-            self._check_folder()
-
-    def _check_folder(self) -> None:
-        found, spec = self._find(), self.spec
+        if not self.wanted:
+            return
+        found = self._find()
         if found is None:
             check_heldout(self.settings.heldout, self.settings.episodes // len(spec.tasks))
             with contextlib.suppress(ImportError):  # what starts it says what to install

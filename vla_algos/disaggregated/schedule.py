@@ -47,8 +47,14 @@ class Schedule:
     # ---- what a run does with it
 
     def begin(self) -> None:
-        """Set out from the weights that a run begins with."""
-        self._seed_collecting()
+        """Set out from the weights that a run begins with; collecting gets random numbers of its own with ``lag``."""
+        if self.lag and self.roles.collects:
+            sequence = np.random.SeedSequence([self.seed, _COLLECTING, self.roles.rollouts.index(self.roles.rank)])
+            learning = random_state()
+            seed_everything(int(sequence.generate_state(1)[0]))
+            if self.roles.learns:
+                self._random = random_state()
+                set_random_state(learning)
         self._bring_weights()
 
     def turn(
@@ -196,17 +202,6 @@ class Schedule:
             if numbers is not None:
                 set_random_state(numbers)
         return [share for share, _ in come]
-
-    def _seed_collecting(self) -> None:
-        """Give collecting a sequence of its own, of the seed and the process."""
-        if not (self.lag and self.roles.collects):
-            return
-        sequence = np.random.SeedSequence([self.seed, _COLLECTING, self.roles.rollouts.index(self.roles.rank)])
-        learning = random_state()
-        seed_everything(int(sequence.generate_state(1)[0]))
-        if self.roles.learns:
-            self._random = random_state()
-            set_random_state(learning)
 
 
 def _plain(batch: Any) -> Any:

@@ -35,40 +35,27 @@ _EPISODE, _FRAME, _TASK, _SUCCESS = "episode_index", "frame_index", "task_index"
 
 @dataclass(frozen=True)
 class Camera:
-    """A camera of a data set.
+    """A camera of a data set."""
 
-    Attributes:
-        name: of its feature, such as ``"observation.images.top"``.
-        height, width: of its images, pixels.
-        video: whether they are frames of a video.
-    """
-
-    name: str
-    height: int
+    name: str  # of its feature, such as "observation.images.top"
+    height: int  # of its images, pixels
     width: int
-    video: bool
+    video: bool  # whether they are frames of a video
 
 
 @dataclass(frozen=True)
 class Table:
-    """All frames of a data set but for the images, by episode and in order.
+    """All ``F`` frames of a data set but for the images, by episode and in order; what has no type here is int64."""
 
-    Attributes:
-        actions, states: float32 ``[F, A]`` and ``[F, S]``.
-        episode, step, task: int64 ``[F]``: ``episode_index``, ``frame_index`` and ``task_index``.
-        file, group, row: int64 ``[F]``: which of ``files``, which of its row groups, and which row of that.
-        files: the parquet files.
-    """
-
-    actions: np.ndarray
-    states: np.ndarray
-    episode: np.ndarray
-    step: np.ndarray
-    task: np.ndarray
-    file: np.ndarray
-    group: np.ndarray
-    row: np.ndarray
-    files: Sequence[Path]
+    actions: np.ndarray  # float32 [F, A]
+    states: np.ndarray  # float32 [F, S]
+    episode: np.ndarray  # [F], episode_index
+    step: np.ndarray  # [F], frame_index
+    task: np.ndarray  # [F], task_index
+    file: np.ndarray  # [F], which of the files
+    group: np.ndarray  # [F], which of its row groups
+    row: np.ndarray  # [F], which row of that
+    files: Sequence[Path]  # parquet
 
 
 @dataclass(frozen=True)

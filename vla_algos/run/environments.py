@@ -94,14 +94,10 @@ class EvalEnv:
     """Another suite than the one that a run trains on, whose simulators live as long as an evaluation.
 
     Those of training stay, with their episodes where they are: both are in memory while it lasts.
-
-    Attributes:
-        settings: of :func:`~vla_envs.make_env`, as this process starts it.
-        spec: made of them.
     """
 
-    settings: Mapping[str, Any]
-    spec: SimulatorSpec
+    settings: Mapping[str, Any]  # of make_env, as this process starts it
+    spec: SimulatorSpec  # made of them
 
     def check(self, policy: VLAPolicy) -> None:
         """Refuse (ValueError) what cannot be evaluated there; ImportError, FileNotFoundError: something is missing."""

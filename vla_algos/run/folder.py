@@ -63,7 +63,15 @@ def settle_auto(config: SimpleNamespace, folder: Path) -> None:
 def check_folder(config: SimpleNamespace, folder: Path) -> None:
     """Refuse (ValueError) a folder that a run of these settings cannot have; it is not changed."""
     files.check_links(folder)
-    _check_place(folder)
+    if above := next((each for each in folder.absolute().parents if (each / "run.json").is_file()), None):
+        raise ValueError(
+            f"{folder} is inside of the run {above}, which replaces its folders; take another: hydra.run.dir=..."
+        )
+    if (folder / "policy").is_dir() and not any((folder / "checkpoints").glob("step_*")):
+        raise ValueError(
+            f"{folder} has the policy of a run whose checkpoints are gone: it would begin again and overwrite it; take "
+            f"another folder (hydra.run.dir=...), or remove {folder / 'policy'}"
+        )
     _check_same_run(config, folder)
 
 
@@ -118,19 +126,6 @@ def new_folder(path: str) -> str:
 
 # For hydra.run.dir in conf/: asked once per run. Two that start in one second get a folder each.
 OmegaConf.register_new_resolver("new_folder", new_folder, use_cache=True, replace=True)
-
-
-def _check_place(folder: Path) -> None:
-    """Refuse (ValueError) a folder in which another run would delete this one, or this one overwrite results."""
-    if above := next((each for each in folder.absolute().parents if (each / "run.json").is_file()), None):
-        raise ValueError(
-            f"{folder} is inside of the run {above}, which replaces its folders; take another: hydra.run.dir=..."
-        )
-    if (folder / "policy").is_dir() and not any((folder / "checkpoints").glob("step_*")):
-        raise ValueError(
-            f"{folder} has the policy of a run whose checkpoints are gone: it would begin again and overwrite it; take "
-            f"another folder (hydra.run.dir=...), or remove {folder / 'policy'}"
-        )
 
 
 def _check_same_run(config: SimpleNamespace, folder: Path) -> None:

@@ -36,7 +36,11 @@ def fit_gpu(settings: SimpleNamespace, processes: int, typed: Collection[str]) -
     if any(each != "all" for role, each in getattr(settings, "placement", {}).items() if role != "env"):
         raise ValueError(f"gpu={name}: is for processes that both act and learn; leave out gpu, or placement")
     if name == "auto":
-        name = _own_gpu(settings.launcher["name"])
+        if settings.launcher["name"] == "slurm":
+            raise ValueError("gpu=auto: which GPU the job will have is not known here; type its size, such as gpu=80gb")
+        if not torch.cuda.is_available():
+            raise ValueError("gpu=auto: torch sees no GPU here; type the size of one, such as gpu=24gb")
+        name = f"{round(torch.cuda.get_device_properties(0).total_memory / 2**30)}gb"
     limit, family, first = usable(name), settings.policy["family"], os.environ.get("RANK", "0") == "0"  # of torchrun
     if not get_policy_class(family).needs_checkpoint:
         if first:
@@ -182,11 +186,3 @@ class Load:
 
         update, rollout = first(self.updates(), 0), first(self.rollouts(), 1)
         return None if update is None or rollout is None else {**self.others, **update, **rollout}
-
-
-def _own_gpu(launcher: str) -> str:
-    if launcher == "slurm":
-        raise ValueError("gpu=auto: which GPU the job will have is not known here; type its size, such as gpu=80gb")
-    if not torch.cuda.is_available():
-        raise ValueError("gpu=auto: torch sees no GPU here; type the size of one, such as gpu=24gb")
-    return f"{round(torch.cuda.get_device_properties(0).total_memory / 2**30)}gb"

@@ -107,7 +107,12 @@ class Saver:
                 f"from one of the policies {self.root}/*/policy"
             )
         weights = trained_tensors(parts["policy"])
-        check_trained(weights, saved)
+        own, there = ({name: each.shape for name, each in some.items()} for some in (weights, saved.state["weights"]))
+        if wrong := [name for name in own.keys() | there.keys() if own.get(name) != there.get(name)]:
+            raise CheckpointError(
+                f"{saved.folder} has the weights of another policy: {len(wrong)} differ, such as {min(wrong)}; run "
+                "with the policy settings of that run, or in a new folder"
+            )
         replicated = _replicated(parts)
         states = {name: _room(part, saved, name) for name, part in replicated.items()}
         states = {name: state for name, state in states.items() if state is not None}
@@ -257,13 +262,3 @@ def _all_ranks_ok(read: Callable[..., T], *arguments: Any) -> tuple[T | None, st
     except BrokenCheckpoint as error:
         problem = str(error)
     return result, next(filter(None, distributed.all_gather_object(problem)), None)
-
-
-def check_trained(weights: Mapping[str, Tensor], saved: SavedState) -> None:
-    """Refuse (CheckpointError) a checkpoint with other names or shapes than ``weights``, the policy's trained ones."""
-    own, there = ({name: each.shape for name, each in some.items()} for some in (weights, saved.state["weights"]))
-    if wrong := [name for name in own.keys() | there.keys() if own.get(name) != there.get(name)]:
-        raise CheckpointError(
-            f"{saved.folder} has the weights of another policy: {len(wrong)} differ, such as {min(wrong)}; run with "
-            "the policy settings of that run, or in a new folder"
-        )

@@ -147,7 +147,7 @@ def test_the_environment_gets_its_own_episodes_back(policy):
 
 def test_crashed_episodes_run_again_and_are_marked_in_the_end(policy):
     env = ToyEnv(2, crashes={100: 2, 103: 99})
-    collector = EpisodeCollector(env, policy, queue(6))
+    collector = EpisodeCollector(env, policy, queue(6), max_attempts=3)
     episodes = list(collector)
     assert [bool(episode[NEXT, CRASHED].any()) for episode in episodes] == [False] * 3 + [True] + [False] * 2
     assert [collector.attempts[place] for place in range(6)] == [3, 1, 1, 3, 1, 1]
@@ -180,6 +180,11 @@ def test_hooks_shutdown_and_state(policy):
     collector.shutdown()
     collector.shutdown()
     assert collector.env.is_closed
+
+
+def test_impossible_attempts():
+    with pytest.raises(ValueError, match="max_attempts"):
+        EpisodeCollector(ToyEnv(2), ToyPolicy(), max_attempts=0)
 
 
 class Failing(ToyEnv):
