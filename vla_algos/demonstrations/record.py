@@ -249,9 +249,8 @@ def read(
         )
 
     def samples() -> tuple[Samples, Samples]:
-        if isinstance(found, DemonstrationSet):
-            return for_policy(found, policy, spec).split(settings.heldout)
-        return found.for_policy(policy).split(settings.heldout)
+        made = for_policy(found, policy, spec) if isinstance(found, DemonstrationSet) else found.for_policy(policy)
+        return made.split(settings.heldout)
 
     if settings.statistics == "demonstrations":
         _take_statistics(policy, samples()[0], str(settings.folder))  # before prompts with normalised states in them

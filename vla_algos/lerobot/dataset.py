@@ -156,7 +156,19 @@ class LeRobotFolder:
     @cached_property
     def table(self) -> Table:
         """All frames but for the images, some 130 bytes each; ``ValueError`` if ``meta/info.json`` says otherwise."""
-        return _read_table(self)
+        files = sorted((self.path / "data").rglob("*.parquet"))
+        parts = [_read_file(self, file, number) for number, file in enumerate(files)]
+        if (found := sum(len(part["row"]) for part in parts)) != self.frames:
+            raise damaged(self.path, f"{len(files)} files of data/ have {found:,} frames, {INFO} says {self.frames:,}")
+        joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        order = np.lexsort([joined[name] for name in ("step", "episode")])
+        table = Table(files=files, **{name: array[order] for name, array in joined.items()})
+        _, begins, lengths = np.unique(table.episode, return_index=True, return_counts=True)
+        if len(begins) != self.episodes:
+            raise damaged(self.path, f"it has {len(begins):,} episodes, {INFO} says {self.episodes:,}")
+        if (table.step != np.arange(len(table.step)) - np.repeat(begins, lengths)).any():
+            raise damaged(self.path, "the frames of an episode are not numbered from 0 on")
+        return table
 
     def video(self, camera: str, episode: int) -> tuple[Path, float]:
         """Find the video of an episode, and the second at which it begins; ``ValueError`` if it is missing."""
@@ -259,22 +271,6 @@ def _rows(path: Path, file: Path, columns: str = "") -> list[dict[str, Any]]:
         names = [name for name in opened.schema_arrow.names if re.match(columns, name)]
         found: list[dict[str, Any]] = opened.read(columns=names).to_pylist()
     return found
-
-
-def _read_table(folder: LeRobotFolder) -> Table:
-    path, files = folder.path, sorted((folder.path / "data").rglob("*.parquet"))
-    parts = [_read_file(folder, file, number) for number, file in enumerate(files)]
-    if (found := sum(len(part["row"]) for part in parts)) != folder.frames:
-        raise damaged(path, f"{len(files)} files of data/ have {found:,} frames, {INFO} says {folder.frames:,}")
-    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    order = np.lexsort([joined[name] for name in ("step", "episode")])
-    table = Table(files=files, **{name: array[order] for name, array in joined.items()})
-    _, begins, lengths = np.unique(table.episode, return_index=True, return_counts=True)
-    if len(begins) != folder.episodes:
-        raise damaged(path, f"it has {len(begins):,} episodes, {INFO} says {folder.episodes:,}")
-    if (table.step != np.arange(len(table.step)) - np.repeat(begins, lengths)).any():
-        raise damaged(path, "the frames of an episode are not numbered from 0 on")
-    return table
 
 
 def _read_file(folder: LeRobotFolder, file: Path, number: int) -> dict[str, np.ndarray]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from vla_algos.lerobot.dataset import PARQUET, VIDEOS, Camera, LeRobotFolder, Table, needs
+from vla_algos.lerobot.dataset import PARQUET, VIDEOS, Camera, LeRobotFolder, needs
 from vla_algos.lerobot.frames import FrameReader
 from vla_algos.samples import CAMERAS, Samples
 from vla_common import keys
@@ -113,19 +114,15 @@ class LeRobotDemonstrations:
         here = set(self.task_ids.values())
         if missing := [task.name for number, task in enumerate(self.spec.tasks) if number not in here]:
             said.append(f"it has nothing of {len(missing)} of {len(self.spec.tasks)} tasks: {_some(missing)}")
-        if foreign := self._foreign():
+        left_out = [index for index, task_id in self.task_ids.items() if task_id < 0 and self.tasks == "environment"]
+        counts = Counter(self.folder.table.task.tolist() if left_out else ())
+        if foreign := {index: counts[index] for index in left_out if counts[index]}:  # frames of each instruction
             said.append(
                 f"{sum(foreign.values()):,} of {self.folder.frames:,} frames have instructions that are none of "
                 f"{self.spec.id}: {_some(self.folder.tasks[index] for index in foreign)}; type tasks='all' "
                 "(recipes: demonstrations.tasks=all) to learn from them too"
             )
         return tuple(said)
-
-    def _foreign(self) -> dict[int, int]:
-        """Count the frames of each ``task_index`` that is left out, as its instruction is none of the environment's."""
-        foreign = [index for index, task_id in self.task_ids.items() if task_id < 0 and self.tasks == "environment"]
-        counts = Counter(self.folder.table.task.tolist() if foreign else ())
-        return {index: counts[index] for index in foreign if counts[index]}
 
     def facts(self) -> dict[str, Any]:
         """Return what ``run.json`` keeps of it."""
@@ -211,7 +208,9 @@ class _Rows:
         self._task_id, self._length, self._reader = task_id, policy.chunk_size, FrameReader(source.folder)
         _, begins, lengths = np.unique(table.episode, return_index=True, return_counts=True)
         self._lengths = np.repeat(lengths, lengths)  # of the episode of each frame
-        self._trials = _number_trials(table, begins, lengths)
+        counts: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)  # episodes of each task, from 0 on
+        trials = [next(counts[task]) for task in table.task[begins].tolist()]
+        self._trials = np.repeat(np.array(trials, np.int64), lengths)  # of each frame: a share of them is held out
         self._width = max(WIDTH, *(len(text.encode()) for text in source.folder.tasks.values()))
         names = [keys.STATES, keys.TASK_DESCRIPTIONS, keys.ACTION, keys.STEP_MASK, keys.TASK_ID, keys.TRIAL_ID]
         names += [keys.EPISODE, keys.STEP, keys.EPISODE_LEN, keys.FINAL_STATES, keys.PROMPT_TOKENS]
@@ -266,16 +265,6 @@ class _Rows:
     def _texts(self, frames: np.ndarray) -> list[str]:
         folder = self._source.folder
         return [folder.tasks[int(index)] for index in folder.table.task[frames]]
-
-
-def _number_trials(table: Table, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Count the episodes of each task from 0 on, int64 ``[F]``: what is held out is a share of each."""
-    counted: dict[int, int] = {}
-    numbers = []
-    for task in table.task[begins].tolist():
-        numbers.append(counted.get(task, 0))
-        counted[task] = numbers[-1] + 1
-    return np.repeat(np.array(numbers, np.int64), lengths)
 
 
 def _check_sizes(folder: LeRobotFolder, spec: SimulatorSpec) -> None:
