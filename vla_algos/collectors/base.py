@@ -90,9 +90,6 @@ class ChunkCollector(BaseCollector):
 
     # ---- the halves of a decision in some slots, while others are under way
 
-    def _send(self, decision: TensorDictBase, slots: Sequence[int]) -> None:
-        self._call_env(self.base_env.async_step_send, decision, slots)
-
     def _receive(self, slots: Sequence[int]) -> TensorDictBase:
         outcome = self._timed("wait", self._call_env, self.base_env.async_step_recv, slots)
         if self.step_hook is not None:

@@ -136,7 +136,7 @@ class StepCollector(ChunkCollector):
             slots = self._stages[number]
             decision = self._act(self.base_env.observe(slots))
             received = [self._receive_turn(*turns[place + 1 - self.stages])] if place + 1 >= self.stages else []
-            self._send(decision, slots)
+            self._call_env(self.base_env.async_step_send, decision, slots)
             for turn in received:
                 yield self._finish_turn(*turn)
         for t, number in turns[len(turns) - self.stages + 1 :]:

@@ -78,9 +78,10 @@ class LeRobotDemonstrations:
             shapes += [(wrist, spec.wrist_image_shape[1:]) for wrist in wrists]
         for each, shape in shapes:
             if (each.height, each.width) != tuple(shape):
+                size = each.height if each.height == each.width else f"[{each.height},{each.width}]"
                 raise ValueError(
                     f"{folder.path}: {each.name} has {each.height} x {each.width} pixels, {spec.id} has "
-                    f"{shape[0]} x {shape[1]} here; type image_size={_size(each)} (recipes: env.image_size), or "
+                    f"{shape[0]} x {shape[1]} here; type image_size={size} (recipes: env.image_size), or "
                     f"camera=NAME (recipes: demonstrations.camera), another one of {', '.join(folder.cameras)}"
                 )
         if any(each.video for each, _ in shapes):
@@ -306,10 +307,6 @@ def _named(folder: LeRobotFolder, name: str, setting: str = "camera") -> Camera:
             f"demonstrations.{setting})"
         )
     return folder.cameras[name]
-
-
-def _size(camera: Camera) -> str:
-    return f"[{camera.height},{camera.width}]" if camera.height != camera.width else str(camera.height)
 
 
 def _plain(text: str) -> str:
