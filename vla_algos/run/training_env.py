@@ -149,9 +149,8 @@ def evaluation_defaults(arguments: Sequence[str], conf: Path) -> list[str]:
     typed = {name: value for name, _, value in (each.lstrip("+").partition("=") for each in flags.overrides)}
     place = list(arguments).index(flags.overrides[0]) if flags.overrides else 0  # Hydra wants them side by side
     chosen, rest = [], list(arguments[place:])
-    experiment = all_experiments(conf).get(name := typed.get("experiment", ""))
-    if experiment and experiment.recipe not in ("", "evaluate"):  # it trains
-        chosen = _of_experiment(experiment.recipe, name, typed, rest, conf)
+    if experiment := _of_training(typed.get("experiment"), conf):
+        chosen = _of_experiment(*experiment, typed, rest, conf)
         rest = [each for each in rest if not re.match(r"\+?experiment=", each)]
     elif not {"env", "experiment"} & typed.keys() and (checkpoint := typed.get("policy.checkpoint")):
         if flags.multirun and ("," in checkpoint or "(" in checkpoint):
@@ -163,6 +162,12 @@ def evaluation_defaults(arguments: Sequence[str], conf: Path) -> list[str]:
 def is_chosen(arguments: Sequence[str]) -> bool:
     """Tell whether what was typed says in which environment."""
     return any(re.match(r"\+*(env|env\.id|experiment)=", each) for each in arguments)
+
+
+def _of_training(name: str | None, conf: Path) -> tuple[str, str] | None:
+    """Find the recipe of an experiment that trains, ours or an installed package's; ``None`` if there is none."""
+    found = all_experiments(conf).get(name or "")
+    return (found.recipe, str(name)) if found and found.recipe not in ("", "evaluate") else None
 
 
 def _of_experiment(recipe: str, name: str, typed: Mapping[str, str], rest: Sequence[str], conf: Path) -> list[str]:
