@@ -402,15 +402,7 @@ class BalancedMinibatches:
         self._samples = samples if counts[self._rank] else None
         if len(counts) > 1:
             self._samples = _alike(self._samples, computed)
-            filling = (
-                None if self._samples is None else self._samples[torch.tensor([0])]
-            )  # of passes that count nothing
-            if not all(counts):  # the first row of all, where there is no own one
-                giver = next(rank for rank, count in enumerate(counts) if count)
-                given = broadcast_object(filling if filling is None else filling.cpu(), giver)
-                filling = given if filling is None else filling
-            assert filling is not None  # some process has rows
-            self._filling = filling
+            self._filling = self._any_row(counts)
         self._decisions = self._moved = self._busiest = 0  # rows of minibatches; of each, of the process with most
 
     def metrics(self) -> dict[str, float]:
@@ -457,6 +449,16 @@ class BalancedMinibatches:
                 sent[other] = self._samples[leaving].cpu()
         come = [part for part in all_to_all(sent) if part is not None]
         return torch.cat(come) if come else None
+
+    def _any_row(self, counts: Sequence[int]) -> TensorDictBase:
+        """Return a row, for passes that count nothing: an own one, or where there is none the first of all."""
+        own = None if self._samples is None else self._samples[torch.tensor([0])]
+        if not all(counts):
+            giver = next(rank for rank, count in enumerate(counts) if count)
+            given = broadcast_object(own if own is None else own.cpu(), giver)
+            own = given if own is None else own
+        assert own is not None  # some process has rows
+        return own
 
 
 def masked(part: TensorDictBase) -> TensorDictBase:
