@@ -13,10 +13,10 @@ BUDGETS = {  # lines of *.py, of a folder with all that is in it, or of a packag
     "vla_envs": 11_620,
     "vla_policies": 10_530,
     "vla_algos/": 4_790,
-    "vla_algos/collectors": 840,
+    "vla_algos/collectors": 810,
     "vla_algos/demonstrations": 865,
     "vla_algos/lerobot": 920,
-    "vla_algos/disaggregated": 690,
+    "vla_algos/disaggregated": 680,
     "vla_algos/run": 5_160,
     "benchmarks": 2_950,
 }

@@ -101,12 +101,11 @@ def gae(
     # bootstrap from the value of the observation they share.
     done = batch[keys.NEXT, keys.DONE].clone()
     done[:, :-1] |= ~valid[:, 1:]
-    ends = {
+    final = {
         "truncation": batch[keys.NEXT, keys.TERMINATED],
         "none": batch[keys.NEXT, keys.DONE],
         "any_done": torch.zeros_like(done),
-    }
-    final = ends[bootstrap]
+    }[bootstrap]
     reward = batch[keys.NEXT, keys.REWARD]
     if reward_level == "action":
         _check_step_rewards(batch)

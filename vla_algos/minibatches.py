@@ -140,7 +140,9 @@ class Minibatches:
         """
         if samples is not None and not len(samples):
             samples = None
-        size, computed = self._size(samples), set[Any]()
+        computed, size = set[Any](), self.micro_batch_size or 1  # decisions of a forward pass
+        if samples is not None and not self.micro_batch_size:
+            size = len(self._split(torch.arange(len(samples)))[0])
         if frozen is not None:
             frozen.add_log_prob(samples, size, self._device)
         if samples is not None:
@@ -216,12 +218,6 @@ class Minibatches:
         if self.minibatch_size is not None:
             return order.split(self.minibatch_size)
         return order.tensor_split(min(self.minibatches or 1, len(order)))
-
-    def _size(self, samples: TensorDictBase | None) -> int:
-        """Return how many decisions a forward pass has."""
-        if self.micro_batch_size or samples is None:
-            return self.micro_batch_size or 1
-        return len(self._split(torch.arange(len(samples)))[0])
 
     def _passes(self, rows: torch.Tensor) -> Iterator[tuple[TensorDictBase, bool]]:
         """Yield this process's parts of a minibatch, and whether they count; gradients are summed in the last pass."""

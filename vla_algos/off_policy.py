@@ -17,22 +17,8 @@ from torchrl.objectives import SACLoss, ValueEstimators
 
 from vla_algos.files import write_atomically
 from vla_algos.samples import Samples
+from vla_common import keys
 from vla_common.checksums import ChecksumError
-from vla_common.keys import (
-    CRASHED,
-    DONE,
-    EPISODE,
-    EPISODE_LEN,
-    FEATURES,
-    NEXT,
-    REWARD,
-    STEERING,
-    STEP,
-    STEP_MASK,
-    STEP_REWARDS,
-    SUCCESS,
-    TERMINATED,
-)
 from vla_common.settings import BelowOne, Count, Positive, Width, checked
 from vla_policies.steered import SteeredPolicy
 
@@ -49,11 +35,11 @@ def transitions(episode: TensorDictBase, gamma: float, n_steps: int = 1) -> Tens
     What terminates an episode has no value afterwards. Where the time limit ended it, its last decision is what those
     before it bootstrap from: the observation after it was never looked at, so that of itself nothing is learnt.
     """
-    after, count = episode[NEXT], len(episode)
-    mask = after[STEP_MASK]
+    after, count = episode[keys.NEXT], len(episode)
+    mask = after[keys.STEP_MASK]
     executed = mask.sum(-1)
-    reward = (after[STEP_REWARDS] * mask * gamma ** (mask.cumsum(-1) - 1)).sum(-1)
-    terminated = bool(after[TERMINATED][-1])
+    reward = (after[keys.STEP_REWARDS] * mask * gamma ** (mask.cumsum(-1) - 1)).sum(-1)
+    terminated = bool(after[keys.TERMINATED][-1])
     last = count if terminated else count - 1
     start = torch.arange(last)
     stop = (start + n_steps).clamp(max=last)
@@ -65,13 +51,13 @@ def transitions(episode: TensorDictBase, gamma: float, n_steps: int = 1) -> Tens
         steps += torch.where(within, executed[at], 0)
     over = (stop == last) & terminated
     following = {
-        FEATURES: episode[FEATURES][stop.clamp(max=count - 1)],
-        REWARD: total.unsqueeze(-1),
-        TERMINATED: over.unsqueeze(-1),
-        DONE: over.unsqueeze(-1),
+        keys.FEATURES: episode[keys.FEATURES][stop.clamp(max=count - 1)],
+        keys.REWARD: total.unsqueeze(-1),
+        keys.TERMINATED: over.unsqueeze(-1),
+        keys.DONE: over.unsqueeze(-1),
     }
-    decided = episode.select(FEATURES, STEERING)[:last].to_dict()
-    return TensorDict({**decided, STEPS: steps.unsqueeze(-1), NEXT: following}, [last])
+    decided = episode.select(keys.FEATURES, keys.STEERING)[:last].to_dict()
+    return TensorDict({**decided, STEPS: steps.unsqueeze(-1), keys.NEXT: following}, [last])
 
 
 def demonstrated(samples: Samples, policy: SteeredPolicy) -> list[TensorDict]:
@@ -79,30 +65,30 @@ def demonstrated(samples: Samples, policy: SteeredPolicy) -> list[TensorDict]:
 
     ValueError: no row for each decision, as ``demonstrations.stride`` does not divide the policy's chunks.
     """
-    steps, numbers = samples[STEP], samples[EPISODE]
+    steps, numbers = samples[keys.STEP], samples[keys.EPISODE]
     episodes = []
     for number in numbers.unique():
-        length = samples.choose(numbers == number)[EPISODE_LEN].max().item()
+        length = samples.choose(numbers == number)[keys.EPISODE_LEN].max().item()
         rows: TensorDict = samples.choose((numbers == number) & (steps % policy.chunk_size == 0))[:]
-        if not torch.equal(rows[STEP], torch.arange(0, length, policy.chunk_size)):
+        if not torch.equal(rows[keys.STEP], torch.arange(0, length, policy.chunk_size)):
             raise ValueError(
                 f"demonstrations lack the start of each chunk of {policy.chunk_size}; type demonstrations.stride=1"
             )
-        mask, over = rows[STEP_MASK], torch.zeros(len(rows), 1, dtype=torch.bool)
+        mask, over = rows[keys.STEP_MASK], torch.zeros(len(rows), 1, dtype=torch.bool)
         ends = over.clone()
         ends[-1] = True
-        after = {STEP_MASK: mask, SUCCESS: ends, TERMINATED: ends, CRASHED: over}
+        after = {keys.STEP_MASK: mask, keys.SUCCESS: ends, keys.TERMINATED: ends, keys.CRASHED: over}
         seen = policy.explain(rows.to(policy.device)).cpu()
-        episodes.append(seen.set(NEXT, TensorDict(after, seen.batch_size)))
+        episodes.append(seen.set(keys.NEXT, TensorDict(after, seen.batch_size)))
     return episodes
 
 
 def paid_by_success(episode: TensorDictBase) -> TensorDictBase:
     """Return an episode ``[T]`` whose only reward is 1, for the action that solves it: what demonstrations tell too."""
-    after = episode[NEXT]
-    first = after[SUCCESS] & (after[SUCCESS].cumsum(0) == 1)
-    left = after[STEP_MASK].flip(-1).cumsum(-1).flip(-1)  # executed actions of the chunk from each on
-    return episode.copy().set((NEXT, STEP_REWARDS), (first & after[STEP_MASK] & (left == 1)).float())
+    after = episode[keys.NEXT]
+    first = after[keys.SUCCESS] & (after[keys.SUCCESS].cumsum(0) == 1)
+    left = after[keys.STEP_MASK].flip(-1).cumsum(-1).flip(-1)  # executed actions of the chunk from each on
+    return episode.copy().set((keys.NEXT, keys.STEP_REWARDS), (first & after[keys.STEP_MASK] & (left == 1)).float())
 
 
 class Replay:
@@ -151,7 +137,7 @@ class Replay:
 
         An episode whose simulator crashed has no result, and is left out. OSError: there is no room on the disk.
         """
-        whole = [episode.cpu() for episode in episodes if not episode[NEXT, CRASHED].any()]
+        whole = [episode.cpu() for episode in episodes if not episode[keys.NEXT, keys.CRASHED].any()]
         parts = [transitions(episode, self.gamma, self.n_steps) for episode in whole]
         if not sum(map(len, parts)):
             return 0
@@ -173,7 +159,7 @@ class Replay:
         """Draw a batch, from torch's global generator; ``features`` are float32, for networks."""
         assert self._buffer is not None, "there is nothing to sample"
         batch: TensorDictBase = self._buffer.sample().exclude("index")
-        for key in (FEATURES, (NEXT, FEATURES)):
+        for key in (keys.FEATURES, (keys.NEXT, keys.FEATURES)):
             batch[key] = batch[key].float()
         return batch
 
@@ -226,7 +212,9 @@ def make_sac_loss(
         norm_class=nn.LayerNorm,
         norm_kwargs=[{"normalized_shape": width}] * layers,
     )
-    critic = ValueOperator(network.to(policy.device), in_keys=[FEATURES, STEERING], out_keys=["state_action_value"])
+    critic = ValueOperator(
+        network.to(policy.device), in_keys=[keys.FEATURES, keys.STEERING], out_keys=["state_action_value"]
+    )
     wanted = policy.num_drawn * (target_entropy + torch.tensor(config.limit).log().item())
     loss = SACLoss(policy.actor, critic, num_qvalue_nets=critics, target_entropy=wanted, alpha_init=alpha)
     loss.make_value_estimator(ValueEstimators.TD0, gamma=gamma)

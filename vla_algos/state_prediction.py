@@ -69,10 +69,9 @@ class StatePrediction(nn.Module):
             handle.remove()
 
     def share_of_loss(self, rows: Tensor) -> Tensor:
-        """Return what this process's part of a batch adds to the mean over it, weighted.
+        """Return what this process's part of a batch, int64 ``rows`` ``[B]``, adds to the mean over it, weighted.
 
-        Args:
-            rows: of the demonstrations, int64 ``[B]``, of which this process has just passed every ``world_size``-th.
+        The policy has just passed every ``world_size``-th of these rows of the demonstrations.
         """
         own = rows[distributed.rank() :: distributed.world_size()]
         seen, self._seen = self._seen.reshape(max(len(own), 1), -1, self._seen.shape[-1]).mean(1), torch.empty(0)

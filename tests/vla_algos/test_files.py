@@ -61,7 +61,7 @@ def test_a_checkpoint(disk, tmp_path):
         for file in (policy / "weights", policy / "adapter" / "weights"):
             file.write_text(f"weights {number}")
         state = {"weight": torch.full((3,), float(number))}
-        save_checkpoint(root, step, Snapshot.take(state, {"number": number}), keep=2)
+        save_checkpoint(root, step, Snapshot.take(state, {"number": number}))
         disk.survives(root, tmp_path)
     assert not disk.lost
 

@@ -1,8 +1,4 @@
-"""The two ways to collect: so many decisions in every environment, or a queue of whole episodes.
-
-:class:`~vla_algos.collectors.steps.StepCollector` and :class:`~vla_algos.collectors.episodes.EpisodeCollector`, on what
-:mod:`~vla_algos.collectors.base` has for both.
-"""
+"""The two ways to collect: so many decisions in every environment, or a queue of whole episodes."""
 
 from vla_algos.collectors.base import OUTCOME_KEYS as OUTCOME_KEYS
 from vla_algos.collectors.episodes import EpisodeCollector as EpisodeCollector

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,24 +17,12 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from vla_algos.policies import Policy, as_module, loss_keys
 from vla_common import keys
-from vla_envs.env import VLAEnv, base_env
+from vla_envs.env import base_env
 from vla_envs.stages import check_stages
 
-NEXT_KEYS = (
-    keys.REWARD,
-    keys.STEP_REWARDS,
-    keys.STEP_MASK,
-    keys.TERMINATED,
-    keys.TRUNCATED,
-    keys.DONE,
-    keys.SUCCESS,
-    keys.SUCCESS_AT_END,
-    keys.CRASHED,
-    keys.EPISODE_RETURN,
-    keys.EPISODE_LEN,
-    keys.ACTIONS_CLIPPED,
-    keys.SUBTASKS,
-)
+_OF_DECISION = (keys.REWARD, keys.STEP_REWARDS, keys.STEP_MASK, keys.TERMINATED, keys.TRUNCATED, keys.DONE)
+_OF_EPISODE = (keys.SUCCESS, keys.SUCCESS_AT_END, keys.CRASHED, keys.EPISODE_RETURN, keys.EPISODE_LEN)  # so far
+NEXT_KEYS = (*_OF_DECISION, *_OF_EPISODE, keys.ACTIONS_CLIPPED, keys.SUBTASKS)
 OUTCOME_KEYS = (keys.ACTION, keys.TASK_ID, keys.TRIAL_ID, keys.GROUP_ID, *((keys.NEXT, key) for key in NEXT_KEYS))
 """What is kept of a decision that nothing is learnt from."""
 
@@ -66,7 +54,15 @@ class ChunkCollector(BaseCollector):
         self.base_env = base_env(env)  # under the transforms: it has the episodes
         self.env, self.policy, self.exploration = env, as_module(policy, env), exploration
         self.step_hook, self.stages = step_hook, stages
-        self._stages = _divide(env, stages) if stages != 1 or halves else []
+        self._stages: list[list[int]] = []
+        if stages != 1 or halves:
+            check_stages(stages, env.batch_size.numel(), 1)
+            if not hasattr(type(env), "stage_slots"):
+                raise ValueError(
+                    f"stages={stages} and overlap_resets take a VLAEnv without transforms, not {type(env).__name__}: "
+                    "transforms are of all slots at once; have the policy transform what it sees, or leave both out"
+                )
+            self._stages = self.base_env.stage_slots(stages)
         self.has_value = values and keys.STATE_VALUE in self.policy.out_keys
         written = [keys.ACTION, keys.ACTION_LOG_PROB] if keys.ACTION_LOG_PROB in self.policy.out_keys else [keys.ACTION]
         root_keys = [*loss_keys(self.policy), *written, keys.TASK_ID, keys.TRIAL_ID, keys.GROUP_ID]
@@ -93,9 +89,6 @@ class ChunkCollector(BaseCollector):
             return self._timed("policy", self.policy, observation)
 
     # ---- the halves of a decision in some slots, while others are under way
-
-    def _send(self, decision: TensorDictBase, slots: Sequence[int]) -> None:
-        self._call_env(self.base_env.async_step_send, decision, slots)
 
     def _receive(self, slots: Sequence[int]) -> TensorDictBase:
         outcome = self._timed("wait", self._call_env, self.base_env.async_step_recv, slots)
@@ -201,13 +194,6 @@ class ChunkCollector(BaseCollector):
         if policy_or_weights is not None:
             self.policy.load_state_dict(policy_or_weights)
 
-    def start(self) -> None:
-        """Refuse: a batch is collected when it is asked for, by the policy of that moment."""
-        raise NotImplementedError(
-            f"{type(self).__name__} does not run by itself: iterate over it, or use TorchRL's "
-            "Collector(env, policy, replay_buffer=...), which starts a thread"
-        )
-
     @contextmanager
     def pause(self) -> Iterator[None]:
         """Do nothing: between two batches nothing runs."""
@@ -217,13 +203,3 @@ class ChunkCollector(BaseCollector):
         """Close the environment, unless ``close_env`` is false; may be called again."""
         if close_env and not self.env.is_closed:
             self.env.close(raise_if_closed=raise_on_error)
-
-
-def _divide(env: EnvBase, stages: int) -> list[list[int]]:
-    check_stages(stages, env.batch_size.numel(), 1)
-    if not hasattr(type(env), "stage_slots"):
-        raise ValueError(
-            f"stages={stages} and overlap_resets take a VLAEnv without transforms, not {type(env).__name__}: "
-            "transforms are of all slots at once; have the policy transform what it sees, or leave both out"
-        )
-    return cast(VLAEnv, env).stage_slots(stages)

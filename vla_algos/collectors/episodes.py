@@ -189,7 +189,7 @@ class EpisodeCollector(ChunkCollector):
             stage.episodes = [cast("QueuedEpisode | None", env.current_episodes[slot]) for slot in stage.deciding]
             stage.unstarted = np.array(env.unstarted)[stage.deciding]
             self.deciding, self.decided = stage.episodes, running.lengths(stage.deciding)
-            self._send(self._act(env.observe(stage.deciding)), stage.deciding)
+            self._call_env(env.async_step_send, self._act(env.observe(stage.deciding)), stage.deciding)
 
     def _book_turn(self, stage: _Stage, running: _RunningEpisodes) -> list[int]:
         """Receive and book the decision of a stage that is under way; returns the slots that decide again."""

@@ -63,14 +63,7 @@ class StepCollector(ChunkCollector):
         stages: Count = 1,
         step_hook: Hook | None = None,
     ):
-        super().__init__(
-            env,
-            policy,
-            ExplorationType.RANDOM,
-            values=values,
-            stages=stages,
-            step_hook=step_hook,
-        )
+        super().__init__(env, policy, ExplorationType.RANDOM, values=values, stages=stages, step_hook=step_hook)
         self.decisions, self.bootstrap, self.total_frames = decisions, bootstrap, total_frames
         self.frames_per_batch = self.requested_frames_per_batch = env.batch_size.numel() * decisions
         self._observation: TensorDictBase | None = None
@@ -108,7 +101,11 @@ class StepCollector(ChunkCollector):
             batch[slots, t] = stored
             if self.has_value:
                 after = outcome[NEXT]
-                wanted = self._needs_bootstrap(after)
+                wanted = {  # ends of episodes beyond which the bootstrap looks
+                    "truncation": after[TRUNCATED] & ~after[TERMINATED],
+                    "none": torch.zeros_like(after[DONE]),
+                    "any_done": after[DONE],
+                }[self.bootstrap]
                 if t == self.decisions - 1:
                     wanted = wanted | ~after[DONE]
                 rows = (wanted & ~after[CRASHED]).squeeze(-1).nonzero().squeeze(-1)
@@ -139,7 +136,7 @@ class StepCollector(ChunkCollector):
             slots = self._stages[number]
             decision = self._act(self.base_env.observe(slots))
             received = [self._receive_turn(*turns[place + 1 - self.stages])] if place + 1 >= self.stages else []
-            self._send(decision, slots)
+            self._call_env(self.base_env.async_step_send, decision, slots)
             for turn in received:
                 yield self._finish_turn(*turn)
         for t, number in turns[len(turns) - self.stages + 1 :]:
@@ -159,12 +156,6 @@ class StepCollector(ChunkCollector):
     ) -> tuple[int, Tensor, TensorDictBase]:
         self._await_episodes(done)
         return t, outcome[ENV_INDEX], outcome
-
-    def _needs_bootstrap(self, after: TensorDictBase) -> Tensor:
-        """Find the ends of episodes, bool ``[N, 1]``, beyond which :attr:`bootstrap` looks."""
-        if self.bootstrap == "none":
-            return torch.zeros_like(after[DONE])
-        return after[DONE] if self.bootstrap == "any_done" else after[TRUNCATED] & ~after[TERMINATED]
 
     def _next_values(self, batch: TensorDictBase, finals: _FinalValues) -> Tensor:
         """Value of the observation after each decision, ``[N, T, 1]`` or ``[N, T, C]``."""

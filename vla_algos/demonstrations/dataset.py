@@ -105,7 +105,16 @@ class DemonstrationSet:
     def check(self, spec: SimulatorSpec, chunk_size: int | None = None) -> None:
         """Refuse (``ValueError``) an environment, or a length of chunks, that the demonstrations are not for."""
         self._check_env(spec)
-        self._check_tasks(spec)
+        recorded = {task["name"]: task for task in self.facts["tasks"]}
+        for name, instruction in ((task.name, task.instruction) for task in spec.tasks):
+            if name not in recorded:
+                raise ValueError(f"{self.folder}: {name} is not among its tasks ({self.facts['env']['id']}); {_AGAIN}")
+            if (theirs := recorded[name]["instruction"]) != instruction:
+                raise ValueError(
+                    f"{self.folder}: {name} was recorded as {theirs!r}, here it is {instruction!r}; {_AGAIN}"
+                )
+        if not any(recorded[task.name]["solved"] for task in spec.tasks):  # of many, an expert may fail some
+            raise ValueError(f"{self.folder}: the expert solved no task of {spec.id}; {_AGAIN}")
         length, whole = self.facts["recording"]["chunk_size"], self.facts["env"]["whole_chunks"]
         if chunk_size is not None and (length < chunk_size or (whole and length != chunk_size)):
             raise ValueError(
@@ -133,18 +142,6 @@ class DemonstrationSet:
                     f"{self.folder}: its demonstrations have {what.format(theirs[name])}, {spec.id} has {ours[name]} "
                     f"here; {how}, or {_AGAIN}"
                 )
-
-    def _check_tasks(self, spec: SimulatorSpec) -> None:
-        recorded = {task["name"]: task for task in self.facts["tasks"]}
-        for name, instruction in ((task.name, task.instruction) for task in spec.tasks):
-            if name not in recorded:
-                raise ValueError(f"{self.folder}: {name} is not among its tasks ({self.facts['env']['id']}); {_AGAIN}")
-            if (theirs := recorded[name]["instruction"]) != instruction:
-                raise ValueError(
-                    f"{self.folder}: {name} was recorded as {theirs!r}, here it is {instruction!r}; {_AGAIN}"
-                )
-        if not any(recorded[task.name]["solved"] for task in spec.tasks):  # of many, an expert may fail some
-            raise ValueError(f"{self.folder}: the expert solved no task of {spec.id}; {_AGAIN}")
 
 
 def load_demonstrations(folder: str | Path) -> DemonstrationSet:

@@ -110,11 +110,9 @@ class Demonstrations:
         if "state_noise" in cloning:
             check_state_noise(cloning["state_noise"], spec.state_dim)
         self.wanted = bool(self.settings.episodes) and (always or not config.policy.get("checkpoint"))
-        if self.wanted:
-            self._check_folder()
-
-    def _check_folder(self) -> None:
-        found, spec = self._find(), self.spec
+        if not self.wanted:
+            return
+        found = self._find()
         if found is None:
             check_heldout(self.settings.heldout, self.settings.episodes // len(spec.tasks))
             with contextlib.suppress(ImportError):  # what starts it says what to install
@@ -251,9 +249,8 @@ def read(
         )
 
     def samples() -> tuple[Samples, Samples]:
-        if isinstance(found, DemonstrationSet):
-            return for_policy(found, policy, spec).split(settings.heldout)
-        return found.for_policy(policy).split(settings.heldout)
+        made = for_policy(found, policy, spec) if isinstance(found, DemonstrationSet) else found.for_policy(policy)
+        return made.split(settings.heldout)
 
     if settings.statistics == "demonstrations":
         _take_statistics(policy, samples()[0], str(settings.folder))  # before prompts with normalised states in them

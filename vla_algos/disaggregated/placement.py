@@ -63,8 +63,14 @@ class Placement:
         given, there = {**DEFAULTS, **settings}, _count(processes, per_node)
         actor, rollout = (_numbers(role, given[role], processes, there) for role in ("actor", "rollout"))
         env = rollout if given["env"] == "same" else _numbers("env", given["env"], processes, there)
+        both, apart = set(actor) & set(rollout), set(rollout) - set(actor)
+        if both and apart:
+            raise ValueError(
+                f"placement: of rollout {_spelled(rollout)} {_spelled(both)} are actors and {_spelled(apart)} are not; "
+                f"have all among them ({_typed('actor', {*actor, *rollout})} or {_typed('rollout', both)}) or all "
+                f"apart ({_typed('rollout', apart)})"
+            )
         placement = cls(actor, rollout, env, processes, per_node)
-        _check_overlap(actor, rollout)
         placement._check_nodes()
         return placement
 
@@ -191,16 +197,6 @@ def _range(role: str, part: str, name: str, example: str) -> range:
     if last < first:
         raise ValueError(f"{name}: {part} descends; type placement.{role}={last}-{first}")
     return range(first, last + 1)
-
-
-def _check_overlap(actor: Sequence[int], rollout: Sequence[int]) -> None:
-    both, apart = set(actor) & set(rollout), set(rollout) - set(actor)
-    if both and apart:
-        raise ValueError(
-            f"placement: of rollout {_spelled(rollout)} {_spelled(both)} are actors and {_spelled(apart)} are not; "
-            f"have all among them ({_typed('actor', {*actor, *rollout})} or {_typed('rollout', both)}) or all apart "
-            f"({_typed('rollout', apart)})"
-        )
 
 
 def _typed(role: str, numbers: Iterable[int]) -> str:

@@ -38,6 +38,7 @@ class Schedule:
 
     def __init__(self, policy: VLAPolicy, seed: int, lag: int, roles: Roles):
         self.policy, self.seed, self.lag, self.roles = policy, seed, lag, roles
+        self._ranks = [list(roles.actors), list(roles.rollouts)]
         self._sync: WeightSync | None = None  # where no process does both
         self._waiting: deque[Any] = deque()  # batches, of a process that learns; None where it has no rows
         self._ahead = 0  # how many they are, in all processes
@@ -46,8 +47,14 @@ class Schedule:
     # ---- what a run does with it
 
     def begin(self) -> None:
-        """Set out from the weights that a run begins with."""
-        self._seed_collecting()
+        """Set out from the weights that a run begins with; collecting gets random numbers of its own with ``lag``."""
+        if self.lag and self.roles.collects:
+            sequence = np.random.SeedSequence([self.seed, _COLLECTING, self.roles.rollouts.index(self.roles.rank)])
+            learning = random_state()
+            seed_everything(int(sequence.generate_state(1)[0]))
+            if self.roles.learns:
+                self._random = random_state()
+                set_random_state(learning)
         self._bring_weights()
 
     def turn(
@@ -131,19 +138,15 @@ class Schedule:
     def state_dict(self) -> dict[str, Any]:
         """Return the batches that wait, and random numbers: tensors, numbers and texts."""
         return {
-            "roles": self._role_ranks,
+            "roles": self._ranks,
             "ahead": self._ahead,
             "waiting": [_plain(batch) for batch in self._waiting],
             "random": self._random,
         }
 
-    @property
-    def _role_ranks(self) -> list[list[int]]:
-        return [list(self.roles.actors), list(self.roles.rollouts)]
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`; ``CheckpointError`` for a run whose processes had other roles."""
-        if state["roles"] != self._role_ranks:
+        if state["roles"] != self._ranks:
             raise CheckpointError(
                 f"that run had actors {state['roles'][0]} and rollouts {state['roles'][1]}, and batches that wait for "
                 "them: resume with its placement"
@@ -199,17 +202,6 @@ class Schedule:
             if numbers is not None:
                 set_random_state(numbers)
         return [share for share, _ in come]
-
-    def _seed_collecting(self) -> None:
-        """Give collecting a sequence of its own, of the seed and the process."""
-        if not (self.lag and self.roles.collects):
-            return
-        sequence = np.random.SeedSequence([self.seed, _COLLECTING, self.roles.rollouts.index(self.roles.rank)])
-        learning = random_state()
-        seed_everything(int(sequence.generate_state(1)[0]))
-        if self.roles.learns:
-            self._random = random_state()
-            set_random_state(learning)
 
 
 def _plain(batch: Any) -> Any:

@@ -35,40 +35,27 @@ _EPISODE, _FRAME, _TASK, _SUCCESS = "episode_index", "frame_index", "task_index"
 
 @dataclass(frozen=True)
 class Camera:
-    """A camera of a data set.
+    """A camera of a data set."""
 
-    Attributes:
-        name: of its feature, such as ``"observation.images.top"``.
-        height, width: of its images, pixels.
-        video: whether they are frames of a video.
-    """
-
-    name: str
-    height: int
+    name: str  # of its feature, such as "observation.images.top"
+    height: int  # of its images, pixels
     width: int
-    video: bool
+    video: bool  # whether they are frames of a video
 
 
 @dataclass(frozen=True)
 class Table:
-    """All frames of a data set but for the images, by episode and in order.
+    """All ``F`` frames of a data set but for the images, by episode and in order; what has no type here is int64."""
 
-    Attributes:
-        actions, states: float32 ``[F, A]`` and ``[F, S]``.
-        episode, step, task: int64 ``[F]``: ``episode_index``, ``frame_index`` and ``task_index``.
-        file, group, row: int64 ``[F]``: which of ``files``, which of its row groups, and which row of that.
-        files: the parquet files.
-    """
-
-    actions: np.ndarray
-    states: np.ndarray
-    episode: np.ndarray
-    step: np.ndarray
-    task: np.ndarray
-    file: np.ndarray
-    group: np.ndarray
-    row: np.ndarray
-    files: Sequence[Path]
+    actions: np.ndarray  # float32 [F, A]
+    states: np.ndarray  # float32 [F, S]
+    episode: np.ndarray  # [F], episode_index
+    step: np.ndarray  # [F], frame_index
+    task: np.ndarray  # [F], task_index
+    file: np.ndarray  # [F], which of the files
+    group: np.ndarray  # [F], which of its row groups
+    row: np.ndarray  # [F], which row of that
+    files: Sequence[Path]  # parquet
 
 
 @dataclass(frozen=True)
@@ -169,7 +156,19 @@ class LeRobotFolder:
     @cached_property
     def table(self) -> Table:
         """All frames but for the images, some 130 bytes each; ``ValueError`` if ``meta/info.json`` says otherwise."""
-        return _read_table(self)
+        files = sorted((self.path / "data").rglob("*.parquet"))
+        parts = [_read_file(self, file, number) for number, file in enumerate(files)]
+        if (found := sum(len(part["row"]) for part in parts)) != self.frames:
+            raise damaged(self.path, f"{len(files)} files of data/ have {found:,} frames, {INFO} says {self.frames:,}")
+        joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        order = np.lexsort([joined[name] for name in ("step", "episode")])
+        table = Table(files=files, **{name: array[order] for name, array in joined.items()})
+        _, begins, lengths = np.unique(table.episode, return_index=True, return_counts=True)
+        if len(begins) != self.episodes:
+            raise damaged(self.path, f"it has {len(begins):,} episodes, {INFO} says {self.episodes:,}")
+        if (table.step != np.arange(len(table.step)) - np.repeat(begins, lengths)).any():
+            raise damaged(self.path, "the frames of an episode are not numbered from 0 on")
+        return table
 
     def video(self, camera: str, episode: int) -> tuple[Path, float]:
         """Find the video of an episode, and the second at which it begins; ``ValueError`` if it is missing."""
@@ -272,23 +271,6 @@ def _rows(path: Path, file: Path, columns: str = "") -> list[dict[str, Any]]:
         names = [name for name in opened.schema_arrow.names if re.match(columns, name)]
         found: list[dict[str, Any]] = opened.read(columns=names).to_pylist()
     return found
-
-
-def _read_table(folder: LeRobotFolder) -> Table:
-    path, files = folder.path, sorted((folder.path / "data").rglob("*.parquet"))
-    parts = [_read_file(folder, file, number) for number, file in enumerate(files)]
-    if (found := sum(len(part["row"]) for part in parts)) != folder.frames:
-        raise damaged(path, f"{len(files)} files of data/ have {found:,} frames, {INFO} says {folder.frames:,}")
-    joined = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-    order = np.lexsort([joined[name] for name in ("step", "episode")])
-    table = Table(files=files, **{name: array[order] for name, array in joined.items()})
-    begins = np.flatnonzero(np.diff(table.episode, prepend=-1))
-    lengths = np.diff(np.append(begins, len(table.episode)))
-    if len(begins) != folder.episodes:
-        raise damaged(path, f"it has {len(begins):,} episodes, {INFO} says {folder.episodes:,}")
-    if (table.step != np.concatenate([np.arange(length) for length in lengths])).any():
-        raise damaged(path, "the frames of an episode are not numbered from 0 on")
-    return table
 
 
 def _read_file(folder: LeRobotFolder, file: Path, number: int) -> dict[str, np.ndarray]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import re
-from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from vla_algos.lerobot.dataset import PARQUET, VIDEOS, Camera, LeRobotFolder, Table, needs
+from vla_algos.lerobot.dataset import PARQUET, VIDEOS, Camera, LeRobotFolder, needs
 from vla_algos.lerobot.frames import FrameReader
 from vla_algos.samples import CAMERAS, Samples
 from vla_common import keys
@@ -77,9 +78,10 @@ class LeRobotDemonstrations:
             shapes += [(wrist, spec.wrist_image_shape[1:]) for wrist in wrists]
         for each, shape in shapes:
             if (each.height, each.width) != tuple(shape):
+                size = each.height if each.height == each.width else f"[{each.height},{each.width}]"
                 raise ValueError(
                     f"{folder.path}: {each.name} has {each.height} x {each.width} pixels, {spec.id} has "
-                    f"{shape[0]} x {shape[1]} here; type image_size={_size(each)} (recipes: env.image_size), or "
+                    f"{shape[0]} x {shape[1]} here; type image_size={size} (recipes: env.image_size), or "
                     f"camera=NAME (recipes: demonstrations.camera), another one of {', '.join(folder.cameras)}"
                 )
         if any(each.video for each, _ in shapes):
@@ -113,19 +115,15 @@ class LeRobotDemonstrations:
         here = set(self.task_ids.values())
         if missing := [task.name for number, task in enumerate(self.spec.tasks) if number not in here]:
             said.append(f"it has nothing of {len(missing)} of {len(self.spec.tasks)} tasks: {_some(missing)}")
-        if foreign := self._foreign():
+        left_out = [index for index, task_id in self.task_ids.items() if task_id < 0 and self.tasks == "environment"]
+        counts = Counter(self.folder.table.task.tolist() if left_out else ())
+        if foreign := {index: counts[index] for index in left_out if counts[index]}:  # frames of each instruction
             said.append(
                 f"{sum(foreign.values()):,} of {self.folder.frames:,} frames have instructions that are none of "
                 f"{self.spec.id}: {_some(self.folder.tasks[index] for index in foreign)}; type tasks='all' "
                 "(recipes: demonstrations.tasks=all) to learn from them too"
             )
         return tuple(said)
-
-    def _foreign(self) -> dict[int, int]:
-        """Count the frames of each ``task_index`` that is left out, as its instruction is none of the environment's."""
-        foreign = [index for index, task_id in self.task_ids.items() if task_id < 0 and self.tasks == "environment"]
-        counts = Counter(self.folder.table.task.tolist() if foreign else ())
-        return {index: counts[index] for index in foreign if counts[index]}
 
     def facts(self) -> dict[str, Any]:
         """Return what ``run.json`` keeps of it."""
@@ -209,10 +207,11 @@ class _Rows:
         table = source.folder.table
         self._source, self._frames, self._policy, self._cameras = source, frames, policy, cameras
         self._task_id, self._length, self._reader = task_id, policy.chunk_size, FrameReader(source.folder)
-        begins = np.flatnonzero(np.diff(table.episode, prepend=-1))
-        lengths = np.diff(np.append(begins, len(table.episode)))
+        _, begins, lengths = np.unique(table.episode, return_index=True, return_counts=True)
         self._lengths = np.repeat(lengths, lengths)  # of the episode of each frame
-        self._trials = _number_trials(table, begins, lengths)
+        counts: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)  # episodes of each task, from 0 on
+        trials = [next(counts[task]) for task in table.task[begins].tolist()]
+        self._trials = np.repeat(np.array(trials, np.int64), lengths)  # of each frame: a share of them is held out
         self._width = max(WIDTH, *(len(text.encode()) for text in source.folder.tasks.values()))
         names = [keys.STATES, keys.TASK_DESCRIPTIONS, keys.ACTION, keys.STEP_MASK, keys.TASK_ID, keys.TRIAL_ID]
         names += [keys.EPISODE, keys.STEP, keys.EPISODE_LEN, keys.FINAL_STATES, keys.PROMPT_TOKENS]
@@ -269,16 +268,6 @@ class _Rows:
         return [folder.tasks[int(index)] for index in folder.table.task[frames]]
 
 
-def _number_trials(table: Table, begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Count the episodes of each task from 0 on, int64 ``[F]``: what is held out is a share of each."""
-    counted: dict[int, int] = {}
-    numbers = []
-    for task in table.task[begins].tolist():
-        numbers.append(counted.get(task, 0))
-        counted[task] = numbers[-1] + 1
-    return np.repeat(np.array(numbers, np.int64), lengths)
-
-
 def _check_sizes(folder: LeRobotFolder, spec: SimulatorSpec) -> None:
     for name, theirs, ours, what in (
         (folder.action, folder.action_dim, spec.action_dim, "an action"),
@@ -318,10 +307,6 @@ def _named(folder: LeRobotFolder, name: str, setting: str = "camera") -> Camera:
             f"demonstrations.{setting})"
         )
     return folder.cameras[name]
-
-
-def _size(camera: Camera) -> str:
-    return f"[{camera.height},{camera.width}]" if camera.height != camera.width else str(camera.height)
 
 
 def _plain(text: str) -> str:

@@ -31,14 +31,8 @@ _NUMBERS = {  # a frame's, besides state and action
 class LeRobotWriter:
     """Writes episodes into a folder, one after the other; it is a data set once :meth:`finish` has returned.
 
-    Args:
-        folder: is made.
-        fps: actions per second.
-        cameras: height and width of each by its name.
-        robot_type: what LeRobot calls the robot.
-
-    Raises:
-        ModuleNotFoundError: pyarrow is not installed.
+    ``folder`` is made; ``fps`` are actions per second; ``cameras`` have height and width by name; ``robot_type`` is
+    what LeRobot calls the robot. ModuleNotFoundError: pyarrow is not installed.
     """
 
     def __init__(self, folder: Path, fps: float, cameras: Mapping[str, tuple[int, int]], robot_type: str):
@@ -53,12 +47,9 @@ class LeRobotWriter:
         self._data: Any = None
 
     def append(self, episode: Mapping[str, Any], actions: np.ndarray, facts: Mapping[str, Any]) -> None:
-        """Write an episode as :func:`~vla_envs.replay.replay` returns it.
+        """Write an episode of ``L`` frames, as :func:`~vla_envs.replay.replay` returns it, and its actions ``[L, A]``.
 
-        Args:
-            episode: its frames, ``L``.
-            actions: float32 ``[L, A]``.
-            facts: columns of its row in ``meta/episodes`` beside those of LeRobot's.
+        ``facts`` are columns of its row in ``meta/episodes`` beside LeRobot's.
         """
         length, texts = len(actions), episode[keys.TASK_DESCRIPTIONS]
         for text in texts:
@@ -111,14 +102,10 @@ class LeRobotWriter:
 
     def _info(self) -> dict[str, Any]:
         shapes = {name: len(values[0][0]) for name, values in self._numbers.items()}
-        features: dict[str, Any] = {name: _feature("float32", size) for name, size in shapes.items()}
-        features |= {name: _feature(kind, 1) for name, kind in _NUMBERS.items()}
+        features: dict[str, Any] = {name: _feature("float32", [size]) for name, size in shapes.items()}
+        features |= {name: _feature(kind, [1]) for name, kind in _NUMBERS.items()}
         for name, (height, width) in self.cameras.items():
-            features[name] = {
-                "dtype": "image",
-                "shape": [height, width, 3],
-                "names": ["height", "width", "channels"],
-            }
+            features[name] = _feature("image", [height, width, 3], ["height", "width", "channels"])
         return {
             "codebase_version": VERSION,
             "robot_type": self.robot_type,
@@ -151,8 +138,8 @@ class LeRobotWriter:
         return self._arrow.FixedSizeListArray.from_arrays(flat, values.shape[1])
 
 
-def _feature(kind: str, size: int) -> dict[str, Any]:
-    return {"dtype": kind, "shape": [size], "names": None}
+def _feature(kind: str, shape: list[int], names: list[str] | None = None) -> dict[str, Any]:
+    return {"dtype": kind, "shape": shape, "names": names}
 
 
 def _hugging_face(kind: Any) -> dict[str, Any]:

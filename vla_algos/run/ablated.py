@@ -6,15 +6,7 @@ import contextlib
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from vla_algos.ablations import (
-    PICTURES,
-    DoNothing,
-    SeenImages,
-    blank_images,
-    other_axis_angle,
-    other_trials,
-    swapped_instructions,
-)
+from vla_algos import ablations
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.results import NAME, finished_episodes
 from vla_algos.run.comparing import ablated_file
@@ -46,14 +38,10 @@ class AblatedEvaluation:
         self._episodes = self._evaluator.episodes(spec)
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"ablation=[{','.join(self.names)}]: one of them stands there twice; type each once")
-        if "swapped_instructions" in self.names:
-            swapped_instructions(spec.tasks)
+        for name in self.names:
+            self._alone(name, 1)
         if "other_trial" in self.names:
-            other_trials(self._episodes, spec.tasks)
-        if "do_nothing" in self.names:
-            DoNothing(spec, 1)
-        if "other_axis_angle" in self.names:
-            other_axis_angle(spec.benchmark)
+            ablations.other_trials(self._episodes, spec.tasks)
 
     def __call__(self, env: VLAEnv, policy: VLAPolicy) -> dict[str, EvaluationResult]:
         """Evaluate as it is, then with each ablation, until one has no result; all with the same random numbers."""
@@ -62,7 +50,7 @@ class AblatedEvaluation:
             stack.enter_context(gathered(policy))
             seen = None
             if "other_trial" in self.names:
-                seen = stack.enter_context(SeenImages(self.run.folder))
+                seen = stack.enter_context(ablations.SeenImages(self.run.folder))
                 seen.check_room(self.spec, len(self._episodes), policy.chunk_size)
             for name in ["", *self.names]:  # "" is the evaluation as it is
                 seed_rank(self.run.config.seed)
@@ -73,26 +61,27 @@ class AblatedEvaluation:
         return results
 
     def _options(
-        self, name: str, chunk_size: int, seen: SeenImages | None, results: Mapping[str, EvaluationResult]
+        self, name: str, chunk_size: int, seen: ablations.SeenImages | None, results: Mapping[str, EvaluationResult]
     ) -> dict[str, Any]:
-        if name == "blank_images":
-            return {"observe": blank_images}
-        if name in PICTURES:
-            return {"observe": PICTURES[name]}
-        if name == "other_axis_angle":
-            return {"observe": other_axis_angle(self.spec.benchmark)}
-        if name == "swapped_instructions":
-            return {"observe": swapped_instructions(self.spec.tasks)}
-        if name == "do_nothing":
-            return {"policy": DoNothing(self.spec, chunk_size)}
-        if seen is None:  # it is not asked for
-            return {}
+        if seen is None or name not in ("", "other_trial"):
+            return self._alone(name, chunk_size)
         left = self._unfinished("other_trial")
         if name == "":
-            donors = other_trials(self._episodes, self.spec.tasks)
+            donors = ablations.other_trials(self._episodes, self.spec.tasks)
             return {"observe": seen.keep, "again": {donors[index] for index in left}}
         usable = {result.index for result in results[""].finished} & seen.join()
-        return {"observe": seen.others(other_trials(self._episodes, self.spec.tasks, usable, left))}
+        return {"observe": seen.others(ablations.other_trials(self._episodes, self.spec.tasks, usable, left))}
+
+    def _alone(self, name: str, chunk_size: int) -> dict[str, Any]:
+        """Return what an ablation changes that needs no other evaluation; ValueError if it is not possible."""
+        if name == "do_nothing":
+            return {"policy": ablations.DoNothing(self.spec, chunk_size)}
+        if name == "swapped_instructions":
+            return {"observe": ablations.swapped_instructions(self.spec.tasks)}
+        if name == "other_axis_angle":
+            return {"observe": ablations.other_axis_angle(self.spec.benchmark)}
+        pictures = {"blank_images": ablations.blank_images, **ablations.PICTURES}
+        return {"observe": pictures[name]} if name in pictures else {}
 
     def _evaluate(self, name: str, env: VLAEnv, **options: Any) -> EvaluationResult:
         run, evaluator = self.run, self._evaluator

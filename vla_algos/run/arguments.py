@@ -59,11 +59,8 @@ def check_names(recipe: str, arguments: Sequence[str], conf: Path) -> None:
     """Refuse settings that our files of the configuration do not have, which have all that there are.
 
     What is typed with ``+``, sweeps, and what packages and users add is left to
-    :func:`~vla_algos.run.config.read_config`.
-
-    Raises:
-        ValueError: offers the nearest names.
-        HydraException: a file that there is not, or what Hydra cannot read.
+    :func:`~vla_algos.run.config.read_config`. ValueError: with the nearest names. HydraException: a file that there is
+    not, or what Hydra cannot read.
     """
     flags = read_flags(arguments)
     others = (flags.help, flags.hydra_help, flags.shell_completion, flags.multirun, flags.config_dir, flags.config_path)

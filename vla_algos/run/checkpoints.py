@@ -36,6 +36,7 @@ _STEP = re.compile(r"step_(\d+)")
 _UNFINISHED, _LATEST = ".unfinished_", "latest"
 _WRITING = (OSError, ChecksumError)  # what is raised where something cannot be written
 _ALONE = (0, 1)  # rank and number of processes
+_KEEP = 2  # checkpoints of a run
 
 Gather = Callable[[Any], list[Any]]  # gives what each process has, in the order of their ranks
 
@@ -131,10 +132,8 @@ def unfinished(root: Path, step: int) -> Path:
     return root / f"{_UNFINISHED}step_{step:08d}"
 
 
-def save_checkpoint(
-    root: Path, step: int, snapshot: Snapshot, keep: int = 2, gather: Gather = lambda mine: [mine]
-) -> Path:
-    """Write a checkpoint after :func:`begin_checkpoint`, then delete older ones until ``keep`` are left.
+def save_checkpoint(root: Path, step: int, snapshot: Snapshot, gather: Gather = lambda mine: [mine]) -> Path:
+    """Write a checkpoint after :func:`begin_checkpoint`, then delete older ones until two are left.
 
     Everything is written and flushed to disk under another name in the same folder, read again, compared by its SHA-256
     and renamed at the end: a crash, a full or broken disk or a preemption at any time leaves the older checkpoints as
@@ -142,8 +141,6 @@ def save_checkpoint(
     compares its files, rank 0 does the rest; all return its folder, or raise if one could not (OSError: it is not
     written, or something else is on the disk).
     """
-    if keep < 1:
-        raise ValueError(f"keep is {keep}, must be at least 1")
     final, temporary = root / f"step_{step:08d}", unfinished(root, step)
     digests, error = _attempt(lambda: _write_part(temporary, snapshot))
     there = gather((digests, None if error is None else str(error)))
@@ -151,7 +148,7 @@ def save_checkpoint(
     if snapshot.rank == 0:
         if problem is None:
             written = {name: each for digests, _ in there for name, each in digests.items()}
-            _, error = _attempt(lambda: _complete(root, step, snapshot, written, keep))
+            _, error = _attempt(lambda: _complete(root, step, snapshot, written))
         if problem is not None or error is not None:
             shutil.rmtree(temporary, ignore_errors=True)
     if error is not None and not isinstance(error, _WRITING):
@@ -189,7 +186,7 @@ def _write_part(folder: Path, snapshot: Snapshot) -> dict[str, str]:
     return written
 
 
-def _complete(root: Path, step: int, snapshot: Snapshot, written: dict[str, str], keep: int) -> None:
+def _complete(root: Path, step: int, snapshot: Snapshot, written: dict[str, str]) -> None:
     """Write what tells that a checkpoint is whole, give it its name, and delete older ones."""
     final, temporary = root / f"step_{step:08d}", unfinished(root, step)
     content = {"format": _FORMAT, "step": step, "processes": snapshot.processes}
@@ -212,7 +209,7 @@ def _complete(root: Path, step: int, snapshot: Snapshot, written: dict[str, str]
     flush(root)
     older = checkpoints(root)
     older = older[: older.index(final) + 1]
-    for old in older[:-keep]:
+    for old in older[:-_KEEP]:
         old.rename(root / f"{_UNFINISHED}old_{old.name}")  # half of one must not pass for a checkpoint
     remove_unfinished(root)
 

@@ -94,14 +94,10 @@ class EvalEnv:
     """Another suite than the one that a run trains on, whose simulators live as long as an evaluation.
 
     Those of training stay, with their episodes where they are: both are in memory while it lasts.
-
-    Attributes:
-        settings: of :func:`~vla_envs.make_env`, as this process starts it.
-        spec: made of them.
     """
 
-    settings: Mapping[str, Any]
-    spec: SimulatorSpec
+    settings: Mapping[str, Any]  # of make_env, as this process starts it
+    spec: SimulatorSpec  # made of them
 
     def check(self, policy: VLAPolicy) -> None:
         """Refuse (ValueError) what cannot be evaluated there; ImportError, FileNotFoundError: something is missing."""
@@ -135,15 +131,16 @@ def check_share(settings: Mapping[str, Any], policy: VLAPolicy) -> None:
 @contextlib.contextmanager
 def at_temperature(policy: VLAPolicy, temperature: float | None) -> Iterator[None]:
     """Have a policy sample at another ``config.temperature`` than it is trained at; ``None`` for that."""
-    trained = getattr(policy, "config", None)
-    if temperature is not None:
-        check_temperature(policy, temperature)
-        policy.config = replace(policy.config, temperature=temperature)
+    if temperature is None:
+        yield
+        return
+    check_temperature(policy, temperature)
+    trained = policy.config
+    policy.config = replace(trained, temperature=temperature)
     try:
         yield
     finally:
-        if temperature is not None:
-            policy.config = trained
+        policy.config = trained
 
 
 def check_temperature(policy: VLAPolicy, temperature: float | None) -> None:

@@ -13,16 +13,7 @@ from filelock import FileLock
 from omegaconf import OmegaConf
 from tqdm import tqdm
 
-from vla_algos import distributed
-from vla_algos.files import (
-    FolderInUse,
-    check_links,
-    finite_or_none,
-    link_atomically,
-    lock_folder,
-    remove,
-    write_atomically,
-)
+from vla_algos import distributed, files
 from vla_algos.run.provenance import differences, read_record, record_result, record_start
 from vla_common.plain import read_yaml
 from vla_common.settings import check_settings
@@ -42,10 +33,10 @@ def open_folder(config: SimpleNamespace, folder: Path) -> FileLock | None:
     lock, refusal = None, None
     if distributed.is_main():
         try:
-            check_links(folder)  # before the lock is written
-            lock = lock_folder(folder)
+            files.check_links(folder)  # before the lock is written
+            lock = files.lock_folder(folder)
             check_folder(config, folder)
-        except (FolderInUse, ValueError) as error:
+        except (files.FolderInUse, ValueError) as error:
             refusal = error
     refusal = distributed.broadcast_object(refusal)
     if refusal is None:
@@ -71,8 +62,16 @@ def settle_auto(config: SimpleNamespace, folder: Path) -> None:
 
 def check_folder(config: SimpleNamespace, folder: Path) -> None:
     """Refuse (ValueError) a folder that a run of these settings cannot have; it is not changed."""
-    check_links(folder)
-    _check_place(folder)
+    files.check_links(folder)
+    if above := next((each for each in folder.absolute().parents if (each / "run.json").is_file()), None):
+        raise ValueError(
+            f"{folder} is inside of the run {above}, which replaces its folders; take another: hydra.run.dir=..."
+        )
+    if (folder / "policy").is_dir() and not any((folder / "checkpoints").glob("step_*")):
+        raise ValueError(
+            f"{folder} has the policy of a run whose checkpoints are gone: it would begin again and overwrite it; take "
+            f"another folder (hydra.run.dir=...), or remove {folder / 'policy'}"
+        )
     _check_same_run(config, folder)
 
 
@@ -85,8 +84,8 @@ def note_start(config: SimpleNamespace, folder: Path, facts: Mapping[str, Any] |
         return
     for pattern in _LEFTOVERS:
         for path in folder.glob(pattern):
-            remove(path)
-    write_atomically(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain(config))))
+            files.remove(path)
+    files.write_atomically(folder / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain(config))))
     record_start(folder, facts or {})
 
 
@@ -103,10 +102,10 @@ def finish_folder(folder: Path, metrics: Mapping[str, float], seconds: float, fa
     """Note what came of a run, and let ``latest`` beside its folder point to it: the newest that has finished."""
     if not distributed.is_main():
         return
-    record_result(folder, {"seconds": seconds, **facts, "metrics": finite_or_none(metrics)})
+    record_result(folder, {"seconds": seconds, **facts, "metrics": files.finite_or_none(metrics)})
     latest = folder.parent / "latest"
     try:
-        link_atomically(latest, folder.name)
+        files.link_atomically(latest, folder.name)
     except OSError as error:  # the run itself is complete
         print(f"warning: the link {latest} stays as it is: {error}")
 
@@ -127,19 +126,6 @@ def new_folder(path: str) -> str:
 
 # For hydra.run.dir in conf/: asked once per run. Two that start in one second get a folder each.
 OmegaConf.register_new_resolver("new_folder", new_folder, use_cache=True, replace=True)
-
-
-def _check_place(folder: Path) -> None:
-    """Refuse (ValueError) a folder in which another run would delete this one, or this one overwrite results."""
-    if above := next((each for each in folder.absolute().parents if (each / "run.json").is_file()), None):
-        raise ValueError(
-            f"{folder} is inside of the run {above}, which replaces its folders; take another: hydra.run.dir=..."
-        )
-    if (folder / "policy").is_dir() and not any((folder / "checkpoints").glob("step_*")):
-        raise ValueError(
-            f"{folder} has the policy of a run whose checkpoints are gone: it would begin again and overwrite it; take "
-            f"another folder (hydra.run.dir=...), or remove {folder / 'policy'}"
-        )
 
 
 def _check_same_run(config: SimpleNamespace, folder: Path) -> None:

@@ -26,15 +26,8 @@ def fit_gpu(settings: SimpleNamespace, processes: int, typed: Collection[str]) -
 
     Parts of a minibatch, gradient checkpointing, prefixes that are not kept, Adam in host memory and stages leave the
     updates as they are, up to rounding (stages draw other random numbers). Where that is not enough an adapter in
-    bfloat16 is trained.
-
-    Args:
-        settings: of the run, see :func:`vla_algos.run.config.read_config`; ``gpu`` may be ``None``.
-        processes: of the run, each with a GPU.
-        typed: names of the settings that the user has typed, which are not changed.
-
-    Raises:
-        ValueError: it does not fit; says which GPU would do.
+    bfloat16 is trained. ``settings`` are those of the run, of so many ``processes``, each with a GPU; those that are
+    ``typed``, by name, are not changed. ValueError: it does not fit; says which GPU would do.
     """
     name = getattr(settings, "gpu", None)  # recipes that clone or evaluate have none
     if name is None:
@@ -43,7 +36,11 @@ def fit_gpu(settings: SimpleNamespace, processes: int, typed: Collection[str]) -
     if any(each != "all" for role, each in getattr(settings, "placement", {}).items() if role != "env"):
         raise ValueError(f"gpu={name}: is for processes that both act and learn; leave out gpu, or placement")
     if name == "auto":
-        name = _own_gpu(settings.launcher["name"])
+        if settings.launcher["name"] == "slurm":
+            raise ValueError("gpu=auto: which GPU the job will have is not known here; type its size, such as gpu=80gb")
+        if not torch.cuda.is_available():
+            raise ValueError("gpu=auto: torch sees no GPU here; type the size of one, such as gpu=24gb")
+        name = f"{round(torch.cuda.get_device_properties(0).total_memory / 2**30)}gb"
     limit, family, first = usable(name), settings.policy["family"], os.environ.get("RANK", "0") == "0"  # of torchrun
     if not get_policy_class(family).needs_checkpoint:
         if first:
@@ -86,13 +83,10 @@ class Fitting:
         found = self.as_it_is.fit(limit, self.typed)
         return self.adapted.fit(limit, self.typed) if found is None and self.adapted else found
 
-    def load(self, changes: Changes) -> Load:
-        """Return that of which they are the changes."""
-        return self.adapted if "policy.dtype" in changes and self.adapted else self.as_it_is
-
     def describe(self, name: str, changes: Changes) -> str:
         """Say what becomes of the run, and whether it is another one."""
-        before, load = self.as_it_is, self.load(changes)
+        before = self.as_it_is
+        load = self.adapted if "policy.dtype" in changes and self.adapted else before
         lines = [f"gpu={name}: {usable(name):.1f} GB of it are counted on, the rest is for what is not calculated"]
         for what, was, becomes in zip(("update", "rollout"), before.peaks({}), load.peaks(changes), strict=True):
             lines.append(f"  {f'GB in the {what}':<31}{was:.1f} -> {becomes:.1f}")
@@ -112,12 +106,7 @@ class Fitting:
 
 
 class Load:
-    """What a run takes of each GPU.
-
-    Args:
-        settings, processes: as of :func:`fit_gpu`.
-        others: settings that are changed in any case.
-    """
+    """What a run takes of each GPU; ``others`` are settings that are changed in any case."""
 
     def __init__(self, settings: SimpleNamespace, processes: int, others: Changes):
         self.settings, self.processes, self.others = settings, processes, others
@@ -197,11 +186,3 @@ class Load:
 
         update, rollout = first(self.updates(), 0), first(self.rollouts(), 1)
         return None if update is None or rollout is None else {**self.others, **update, **rollout}
-
-
-def _own_gpu(launcher: str) -> str:
-    if launcher == "slurm":
-        raise ValueError("gpu=auto: which GPU the job will have is not known here; type its size, such as gpu=80gb")
-    if not torch.cuda.is_available():
-        raise ValueError("gpu=auto: torch sees no GPU here; type the size of one, such as gpu=24gb")
-    return f"{round(torch.cuda.get_device_properties(0).total_memory / 2**30)}gb"

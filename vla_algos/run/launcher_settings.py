@@ -75,7 +75,12 @@ def check_job(settings: Mapping[str, Any], shared: Mapping[str, int]) -> None:
         )
     if seeds and len(set(seeds)) < len(seeds):
         raise ValueError(f"launcher.seeds={seeds}: a seed is there twice, two jobs would write into one folder")
-    _check_extra(settings)
+    for name, value in (settings.get("extra") or {}).items():  # nothing else may get into the batch script
+        said = f"launcher.extra.{name}={value}"
+        if not _OPTION.fullmatch(name):
+            raise ValueError(f"{said}: is no option of sbatch; type its long name without --, such as reservation=x")
+        if value is None or value is False or "\n" in str(value):
+            raise ValueError(f"{said}: must be a text or a number, true for an option that has no value, or left out")
     processes = count_processes(settings)
     for name, number in shared.items():
         if number % processes:
@@ -83,13 +88,3 @@ def check_job(settings: Mapping[str, Any], shared: Mapping[str, int]) -> None:
                 f"{name}={number} cannot be shared by the {processes} processes of launcher.nodes and "
                 f"launcher.tasks_per_node; try {name}={-(-number // processes) * processes}"
             )
-
-
-def _check_extra(settings: Mapping[str, Any]) -> None:
-    """Refuse what would write other lines into the batch script."""
-    for name, value in (settings.get("extra") or {}).items():
-        said = f"launcher.extra.{name}={value}"
-        if not _OPTION.fullmatch(name):
-            raise ValueError(f"{said}: is no option of sbatch; type its long name without --, such as reservation=x")
-        if value is None or value is False or "\n" in str(value):
-            raise ValueError(f"{said}: must be a text or a number, true for an option that has no value, or left out")

@@ -116,20 +116,22 @@ def launch(
     checkpoint = found.policy.get("checkpoint")
     if checkpoint and not is_hub_id(checkpoint):
         resolve(checkpoint)  # it is there, before a job waits for its turn
-    paths = (source.path for source in HydraConfig.get().runtime.config_sources if source.provider == "main")
+    hydra = HydraConfig.get()
+    paths = (source.path for source in hydra.runtime.config_sources if source.provider == "main")
     conf = next((Path(path) for path in paths if Path(path).is_dir()), None)
     recipe = functools.partial(run_recipe, train, types, conf)
-    folder = Path(HydraConfig.get().runtime.output_dir).resolve()
+    folder = Path(hydra.runtime.output_dir).resolve()
     settings: Any = OmegaConf.to_container(config.launcher, resolve=True)
     processes = distributed.processes_started() * count_processes(settings)
     if processes > 1 and single:
         raise ValueError(
-            f"the recipe {HydraConfig.get().job.name} runs in one process, not in {processes}: leave out torchrun, or "
+            f"the recipe {hydra.job.name} runs in one process, not in {processes}: leave out torchrun, or "
             "set launcher.nodes=1 launcher.tasks_per_node=1"
         )
-    for name, value in fit_gpu(found, processes, _typed()).items():
+    typed = {each.lstrip("+").partition("=")[0] for each in hydra.overrides.task}
+    for name, value in fit_gpu(found, processes, typed).items():
         OmegaConf.update(config, name, value, force_add=True)
-    if distributed.processes_started() > 1 and HydraConfig.get().mode == RunMode.MULTIRUN:
+    if distributed.processes_started() > 1 and hydra.mode == RunMode.MULTIRUN:
         raise ValueError("-m runs one combination after the other in one process; under torchrun start each by itself")
     if settings["name"] == "local":
         with process_group(members(config) if members else None) as has_part:
@@ -147,11 +149,6 @@ def launch(
     for run in runs:
         check_folder(read_config(run.config, types), run.folder)
     _submit_runs(runs, folder, settings)
-
-
-def _typed() -> set[str]:
-    """Name the settings that were typed."""
-    return {each.lstrip("+").partition("=")[0] for each in HydraConfig.get().overrides.task}
 
 
 def _submit_runs(runs: list[SlurmRun], folder: Path, settings: dict[str, Any]) -> None:

@@ -285,15 +285,12 @@ def _check_service(name: str, settings: Mapping[str, Any]) -> None:
             f"logger={name}: the package {name} is not installed; type: pip install 'vla-torchrl[{name}]', or leave "
             f"{name} out"
         )
-    if name == "trackio":
-        _check_trackio(settings.get("space"))
-    elif settings.get("mode", "online") == "online" and not _has_key(name):
-        raise ValueError(f"logger={name}: no API key; type: {name} login, or logger.{name}.mode=offline")
-
-
-def _check_trackio(space: str | None) -> None:
-    """Refuse what would send a run away without being typed, and a space without a token."""
-    for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+    if name != "trackio":
+        if settings.get("mode", "online") == "online" and not _has_key(name):
+            raise ValueError(f"logger={name}: no API key; type: {name} login, or logger.{name}.mode=offline")
+        return
+    space = settings.get("space")
+    for variable in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):  # nothing is sent away that was not typed
         if space is None and os.environ.get(variable):
             raise ValueError(
                 f"logger=trackio: {variable} would send the run elsewhere; type: unset {variable}, or "

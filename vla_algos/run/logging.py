@@ -132,13 +132,11 @@ def last_steps(path: Path) -> dict[str, int]:
 
 
 def forget(path: Path, after: int) -> None:
-    """Keep the lines of iterations up to ``after``, and what is not ours."""
+    """Keep the lines of iterations up to ``after``, and what is not ours, but for what a process that died has torn."""
 
     def stays(line: bytes) -> bool:
         entry = _entry(line)
-        if entry is None or not line.endswith(b"\n"):
-            return line.endswith(b"\n")  # else of a process that died while writing
-        return entry["step"] <= after
+        return line.endswith(b"\n") and (entry is None or entry["step"] <= after)
 
     if path.exists():
         write_atomically(path, b"".join(line for line in path.read_bytes().splitlines(keepends=True) if stays(line)))

@@ -38,8 +38,7 @@ def to_json(state: Any) -> tuple[str, dict[str, Tensor]]:
 def from_json(text: str, tensor: Callable[[str, torch.Size, torch.dtype], Any]) -> Any:
     """Return the state of :func:`to_json`, with what ``tensor(name, shape, dtype)`` gives for each of its tensors.
 
-    Raises:
-        ValueError: the text is damaged, or another one.
+    ValueError: the text is damaged, or another one.
     """
     try:
         return _decode(parse_json(text), tensor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -114,10 +115,8 @@ def versions() -> dict[str, str]:
     """Installed versions of what decides results."""
     found = {}
     for name in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found
 
 
@@ -155,7 +154,9 @@ def read_record(folder: Path) -> dict[str, Any]:
         record: dict[str, Any] = read_json(folder / "run.json")
     except (OSError, ValueError):
         return {}
-    return record if _is_ours(record) else {}
+    processes = record.get("processes", [])
+    ours = isinstance(processes, list) and all(map(_is_process, [record.get("submitted", {}), *processes]))
+    return record if ours else {}
 
 
 def _read(folder: Path) -> dict[str, Any]:
@@ -167,11 +168,6 @@ def _read(folder: Path) -> dict[str, Any]:
     path.replace(aside)
     tqdm.write(f"{path} could not be read; it is {aside.name} now, and a new one begins")
     return {}
-
-
-def _is_ours(record: dict[str, Any]) -> bool:
-    processes = record.get("processes", [])
-    return isinstance(processes, list) and all(map(_is_process, [record.get("submitted", {}), *processes]))
 
 
 def _is_process(found: Any) -> bool:

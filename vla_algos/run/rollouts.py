@@ -34,13 +34,9 @@ def write_rollouts(evaluation: Path, to: Path, *, only_success: bool = False) ->
     """Write the episodes of a folder of ``evaluate.py``, or of a training run, into a new folder.
 
     They are simulated once more and drawn before each action; those that crashed are left out. Yields lines that say
-    what was written. The folder, which may be a stranger's, is read as data.
-
-    Raises:
-        FileExistsError: ``to`` is there.
-        FileNotFoundError: no episodes are there.
-        ValueError: it has no actions, or an episode goes another way than it did: nothing is written.
-        ModuleNotFoundError: pyarrow is not installed.
+    what was written. The folder, which may be a stranger's, is read as data. FileExistsError: ``to`` is there.
+    FileNotFoundError: no episodes are there. ValueError: it has no actions, or an episode goes another way than it did:
+    nothing is written. ModuleNotFoundError: pyarrow is not installed.
     """
     check_free(to)
     settings = settings_of(evaluation)

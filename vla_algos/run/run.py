@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import os
 import signal
@@ -25,7 +24,7 @@ from vla_algos.run.loggers import open_loggers
 from vla_algos.run.logging import RunLogger, progress_bar
 from vla_algos.run.saving import Saver, Stateful
 from vla_algos.run.seeds import seed_everything, seed_rank
-from vla_algos.run.summary import show_iteration, show_part
+from vla_algos.run.summary import show_iteration
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # SLURM's at a preemption and before the time limit; Ctrl-C
 _SAME = 1.0  # seconds: torchrun passes a Ctrl-C on to processes that have just got it from the terminal
@@ -178,10 +177,12 @@ class Run:
         if self._first and distributed.is_main():
             print(f"resumed after {self._first} {unit}s")
         title = title or self.config.recipe.upper()
-        with (
-            progress_bar(title, last, unit, self._first) as self._bar,
-            listening(functools.partial(show_part, self._bar, title)),
-        ):
+
+        def show(part: str, done: int, total: int) -> None:
+            self._bar.set_description_str(f"{title}, {part} {done}/{total}", refresh=False)
+            self._bar.update(0)  # drawn when its turn has come
+
+        with progress_bar(title, last, unit, self._first) as self._bar, listening(show):
             for iteration in range(self._first + 1, last + 1):
                 if "ended" in self.state:
                     return

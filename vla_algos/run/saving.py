@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -53,13 +54,6 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any], /) -> Any:
         """Restore what :meth:`state_dict` returned."""
-
-
-class RandomNumbers:
-    """The random number generators of a process, as a part of its run."""
-
-    state_dict = staticmethod(random_state)
-    load_state_dict = staticmethod(set_random_state)
 
 
 class Saver:
@@ -113,7 +107,12 @@ class Saver:
                 f"from one of the policies {self.root}/*/policy"
             )
         weights = trained_tensors(parts["policy"])
-        check_trained(weights, saved)
+        own, there = ({name: each.shape for name, each in some.items()} for some in (weights, saved.state["weights"]))
+        if wrong := [name for name in own.keys() | there.keys() if own.get(name) != there.get(name)]:
+            raise CheckpointError(
+                f"{saved.folder} has the weights of another policy: {len(wrong)} differ, such as {min(wrong)}; run "
+                "with the policy settings of that run, or in a new folder"
+            )
         replicated = _replicated(parts)
         states = {name: _room(part, saved, name) for name, part in replicated.items()}
         states = {name: state for name, state in states.items() if state is not None}
@@ -235,7 +234,8 @@ def _replicated(parts: Mapping[str, Any]) -> dict[str, Any]:
 
 def _own(parts: Mapping[str, Any]) -> dict[str, Any]:
     """Return the parts of each process; its random numbers come last, since loading the others may draw some."""
-    return {name: part for name, part in parts.items() if not _is_replicated(part)} | {"random": RandomNumbers()}
+    random = SimpleNamespace(state_dict=random_state, load_state_dict=set_random_state)
+    return {name: part for name, part in parts.items() if not _is_replicated(part)} | {"random": random}
 
 
 def _is_replicated(part: Any) -> bool:
@@ -262,13 +262,3 @@ def _all_ranks_ok(read: Callable[..., T], *arguments: Any) -> tuple[T | None, st
     except BrokenCheckpoint as error:
         problem = str(error)
     return result, next(filter(None, distributed.all_gather_object(problem)), None)
-
-
-def check_trained(weights: Mapping[str, Tensor], saved: SavedState) -> None:
-    """Refuse (CheckpointError) a checkpoint with other names or shapes than ``weights``, the policy's trained ones."""
-    own, there = ({name: each.shape for name, each in some.items()} for some in (weights, saved.state["weights"]))
-    if wrong := [name for name in own.keys() | there.keys() if own.get(name) != there.get(name)]:
-        raise CheckpointError(
-            f"{saved.folder} has the weights of another policy: {len(wrong)} differ, such as {min(wrong)}; run with "
-            "the policy settings of that run, or in a new folder"
-        )

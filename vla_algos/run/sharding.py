@@ -6,7 +6,6 @@ import os
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -65,18 +64,17 @@ class Sharding:
     def divider(self, device: str | None) -> Callable[[VLAPolicy], None] | None:
         """Return what divides a policy, as ``make_policy(shard=...)`` takes it; ``None`` where one process has it all.
 
-        Args:
-            device: that the policy was asked to compute on; ``None`` for its own choice.
+        ``device`` is that on which the policy is asked to compute; ``None`` for its own choice.
         """
         if distributed.world_size() == 1 and self.compute is None and not self.cpu_offload:
             return None
-        divide = partial(
-            shard,
-            compute=None if self.compute is None else torch.bfloat16,
-            reshard_after_forward=self.reshard_after_forward,
-            cpu_offload=self.cpu_offload,
-        )
-        return lambda policy: divide(policy, distributed.device_mesh(self.number, _kind(policy, device)))
+        how = {"reshard_after_forward": self.reshard_after_forward, "cpu_offload": self.cpu_offload}
+        compute = None if self.compute is None else torch.bfloat16
+
+        def divide(policy: VLAPolicy) -> None:
+            shard(policy, distributed.device_mesh(self.number, _kind(policy, device)), compute=compute, **how)
+
+        return divide
 
 
 def check_shards(shards: int | Literal["all"], processes: int) -> None:

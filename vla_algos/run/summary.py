@@ -57,12 +57,6 @@ def show_iteration(bar: tqdm, iteration: int, metrics: Mapping[str, float]) -> N
         print(f"iteration {iteration} of {bar.total}: {text}", flush=True)
 
 
-def show_part(bar: tqdm, title: str, part: str, done: int, total: int) -> None:
-    """Show what the present iteration is doing before the progress bar, when its turn to be drawn has come."""
-    bar.set_description_str(f"{title}, {part} {done}/{total}", refresh=False)
-    bar.update(0)
-
-
 def never_trained(folder: Path) -> list[str]:
     """Say, where that is so, that the policy of a run never had a learning rate above 0."""
     lines = [line for line in entries(folder / "metrics.jsonl") if line.get("train/actor/lr") is not None]

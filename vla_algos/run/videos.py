@@ -17,7 +17,6 @@ from vla_algos.files import write_atomically
 
 _WATCHABLE = 256  # pixels of the longer side
 _SMALLEST, _SHARE = 9, 0.05  # height of the letters: pixels, and of the frame's width
-_WHITE = 255
 
 
 def caption(frames: np.ndarray, texts: Sequence[str]) -> np.ndarray:
@@ -32,7 +31,7 @@ def caption(frames: np.ndarray, texts: Sequence[str]) -> np.ndarray:
     for text, wrapped in lines.items():
         strip = Image.new("RGB", (width, margin + height * max(map(len, lines.values()))))
         for number, line in enumerate(wrapped):
-            ImageDraw.Draw(strip).text((margin, margin // 2 + number * height), line, (_WHITE,) * 3, _font(size))
+            ImageDraw.Draw(strip).text((margin, margin // 2 + number * height), line, "white", _font(size))
         strips[text] = np.asarray(strip)
     return np.concatenate([frames, np.stack([strips[text] for text in texts])], axis=1)
 

@@ -63,11 +63,11 @@ class DyingPolicy(ToyPolicy):
 TENSORS = "tensors/process_00000.safetensors"
 
 
-def save(root, step, common, own=None, **settings):
+def save(root, step, common, own=None):
     """A whole checkpoint of one process."""
     snapshot = Snapshot.take(common, own or {})
     begin_checkpoint(root, step)
-    return save_checkpoint(root, step, snapshot, **settings)
+    return save_checkpoint(root, step, snapshot)
 
 
 def load(folder):
@@ -147,10 +147,10 @@ def test_random_states_round_trip(tmp_path):
 
 def test_keeps_the_newest(tmp_path):
     for step in (9, 10, 100):
-        save(tmp_path, step, {}, keep=2)
+        save(tmp_path, step, {})
     assert [path.name for path in checkpoints(tmp_path)] == ["step_00000010", "step_00000100"]
     # Resumed from step 10 and saved again: the later one stays, and so does what was just written.
-    save(tmp_path, 10, {"again": 1}, keep=1)
+    save(tmp_path, 10, {"again": 1})
     assert names(tmp_path) == ["step_00000010", "step_00000100"]
     assert load(tmp_path / "step_00000010") == {"again": 1}
 
