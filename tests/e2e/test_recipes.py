@@ -188,6 +188,7 @@ def test_ppo_goes_on_from_a_policy_even_if_it_is_the_latest(ppo_run):
     latest = folder.parent / "latest" / "policy"
     run = recipe_here("ppo", folder.parent / "next", *TOY_PPO, f"policy.checkpoint={latest}")
     assert "demonstrations:" not in run.stderr
+    assert "demonstrations.* and cloning.* have no effect" in run.stdout
     assert (folder.parent / "latest").resolve() == (folder.parent / "next").resolve()
 
 

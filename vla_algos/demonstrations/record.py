@@ -111,6 +111,8 @@ class Demonstrations:
             check_state_noise(cloning["state_noise"], spec.state_dim)
         self.wanted = bool(self.settings.episodes) and (always or not config.policy.get("checkpoint"))
         if not self.wanted:
+            if self.settings.episodes and distributed.is_main():
+                print("policy.checkpoint is given: nothing is cloned, demonstrations.* and cloning.* have no effect")
             return
         found = self._find()
         if found is None:
