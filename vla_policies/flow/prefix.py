@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -65,7 +65,7 @@ class PrefixModel(nn.Module):
     """A VLM that reads images and prompt once, and an expert that denoises actions, by a checkpoint's names.
 
     A family adds ``embed_prefix``, which returns embeddings ``[N, P, width]`` and which of them are valid, and
-    ``velocity``.
+    ``velocity``. ``patch_width``: numbers of what the projector makes a token of, with a ``bias`` or without.
     """
 
     vlm_path: ClassVar[str]  # where the module is, as those below
@@ -75,6 +75,23 @@ class PrefixModel(nn.Module):
     expert_path: ClassVar[str]
 
     embed_prefix: Callable[..., tuple[Tensor, Tensor]]
+
+    def __init__(self, config: Any, patch_width: int, bias: bool):
+        super().__init__()
+        self.config, width = config, config.language.width
+        self._place(self.vision_path, Siglip(config.vision))
+        self._place(self.projector_path, nn.Linear(patch_width, width, bias=bias))
+        self._place(self.language_path, Gemma(config.language, config.vocab_size))
+        self._place(self.expert_path, Gemma(config.expert))
+
+    def _place(self, path: str, part: nn.Module) -> None:
+        *outer, last = path.split(".")
+        place: nn.Module = self
+        for name in outer:
+            if not hasattr(place, name):
+                place.add_module(name, nn.Module())
+            place = place.get_submodule(name)
+        place.add_module(last, part)
 
     @property
     def dtype(self) -> torch.dtype:

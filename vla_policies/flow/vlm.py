@@ -197,13 +197,10 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     def model_image_size(self) -> tuple[int, int]:
         return (self.model.config.vision.image_size,) * 2
 
-    def read_prefix(self, tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None]:
+    def _prefix(self, tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None]:
         """Return what :meth:`precompute` kept of images and prompt, or compute it; and what the value head reads."""
         if (stored := PrefixCache.from_entries(tensordict)) is not None:
             return stored, tensordict.get(keys.PREFIX_POOLED, None)
-        return self._prefix(tensordict)
-
-    def _prefix(self, tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None]:
         tokens = tensordict.get(keys.PROMPT_TOKENS)
         valid = tokens != self.prompts.padding
         longest = int(valid.sum(1).max())
@@ -264,7 +261,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     def observe(self, tensordict: TensorDictBase) -> Observed:
         states = self.statistics.normalize("state", self.adapter.states(tensordict))
         state = F.pad(states, (0, self.model.config.state_dim - self.state_dim))
-        prefix, pooled = self.read_prefix(tensordict)
+        prefix, pooled = self._prefix(tensordict)
         return Observed(prefix, state, pooled)
 
     def velocity(self, observed: Observed, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +17,13 @@ from torch.nn import functional as F
 
 from vla_policies.flow.prefix import PrefixCache, PrefixModel, outside_stacks
 from vla_policies.flow.steps import embed_time
-from vla_policies.nn.gemma import Gemma, GemmaConfig
-from vla_policies.nn.siglip import Siglip, SiglipConfig
+from vla_policies.nn.gemma import GemmaConfig
+from vla_policies.nn.siglip import SiglipConfig
 
 PREFIX, EXPERT = "paligemma_with_expert.paligemma.", "paligemma_with_expert.gemma_expert."
 _VISION, _TEXT = f"{PREFIX}model.vision_tower.vision_model.", f"{PREFIX}model.language_model."
 _VISION_HEAD_DIM = 72  # of SigLIP so400m
+stays_float32 = partial(outside_stacks, stacks=(PREFIX, EXPERT))  # also in a bfloat16 model
 
 
 @dataclass(frozen=True)
@@ -76,11 +78,6 @@ def published_sizes(pi05: bool) -> Pi0ModelConfig:
     return Pi0ModelConfig(SiglipConfig(), language, expert, 257_152, 32, pi05)
 
 
-def stays_float32(name: str) -> bool:
-    """Tell whether a tensor stays float32 in a bfloat16 model: :func:`~vla_policies.flow.prefix.outside_stacks`."""
-    return outside_stacks(name, (PREFIX, EXPERT))
-
-
 class Pi0Model(PrefixModel):
     """Prefix once, then velocities of noisy actions."""
 
@@ -89,19 +86,8 @@ class Pi0Model(PrefixModel):
     projector_path = f"{PREFIX}model.multi_modal_projector.linear"
 
     def __init__(self, config: Pi0ModelConfig):
-        super().__init__()
-        self.config = config
-        width, expert_width = config.language.width, config.expert.width
-        self.paligemma_with_expert = nn.Module()
-        paligemma = self.paligemma_with_expert.paligemma = nn.Module()
-        paligemma.model = nn.Module()
-        paligemma.model.vision_tower = nn.Module()
-        paligemma.model.vision_tower.vision_model = Siglip(config.vision)
-        paligemma.model.multi_modal_projector = nn.Module()
-        paligemma.model.multi_modal_projector.linear = nn.Linear(config.vision.width, width)
-        paligemma.model.language_model = Gemma(config.language, config.vocab_size)
-        self.paligemma_with_expert.gemma_expert = nn.Module()
-        self.paligemma_with_expert.gemma_expert.model = Gemma(config.expert)
+        super().__init__(config, config.vision.width, bias=True)
+        expert_width = config.expert.width
         self.action_in_proj = nn.Linear(config.action_dim, expert_width)
         self.action_out_proj = nn.Linear(expert_width, config.action_dim)
         if config.pi05:

@@ -22,8 +22,6 @@ PRECISION_BITS = 22
 """Fixed-point fraction of Pillow's resampling weights for 8-bit images: 32 bits less 8 of a pixel and 2 of headroom."""
 
 CROP_AREA = 0.9
-RESIZES = ("bicubic", "lanczos3")
-"""Ways from a camera to the model's size, see :class:`ImagePreprocessor`."""
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from torch.nn import functional as F
 
 from vla_policies.flow.prefix import PrefixCache, PrefixModel, outside_stacks
 from vla_policies.flow.steps import embed_time
-from vla_policies.nn.gemma import Gemma, GemmaConfig
-from vla_policies.nn.siglip import Siglip, SiglipConfig
+from vla_policies.nn.gemma import GemmaConfig
+from vla_policies.nn.siglip import SiglipConfig
 
 VLM, EXPERT = "vlm_with_expert.vlm.", "vlm_with_expert.lm_expert."
 _VISION, _TEXT, _CONNECTOR = (f"{VLM}model.{part}" for part in ("vision_model.", "text_model.", "connector."))
 _HEAD_DIM = 64  # of both stacks of SmolVLM2-500M and of the expert
+stays_float32 = partial(outside_stacks, stacks=(VLM, EXPERT))  # also in a bfloat16 model
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,6 @@ def published_sizes() -> SmolVLAModelConfig:
     return SmolVLAModelConfig(vision, language, expert, 49_280, 32, 32, shuffle=4)
 
 
-def stays_float32(name: str) -> bool:
-    """Tell whether a tensor stays float32 in a bfloat16 model: :func:`~vla_policies.flow.prefix.outside_stacks`."""
-    return outside_stacks(name, (VLM, EXPERT))
-
-
 class SmolVLAModel(PrefixModel):
     """Prefix once, then velocities of noisy actions."""
 
@@ -100,20 +97,9 @@ class SmolVLAModel(PrefixModel):
     projector_path = f"{_CONNECTOR}modality_projection.proj"
 
     def __init__(self, config: SmolVLAModelConfig):
-        super().__init__()
-        self.config = config
-        width, expert_width = config.language.width, config.expert.width
-        self.vlm_with_expert = nn.Module()
-        vlm = self.vlm_with_expert.vlm = nn.Module()
-        vlm.model = nn.Module()
-        vlm.model.vision_model = Siglip(config.vision)
-        vlm.model.connector = nn.Module()
-        vlm.model.connector.modality_projection = nn.Module()
-        merged = config.vision.width * config.shuffle**2
-        vlm.model.connector.modality_projection.proj = nn.Linear(merged, width, bias=False)
-        vlm.model.text_model = Gemma(config.language, config.vocab_size)
-        self.vlm_with_expert.lm_expert = Gemma(config.expert)
-        self.state_proj = nn.Linear(config.state_dim, width)
+        super().__init__(config, config.vision.width * config.shuffle**2, bias=False)
+        expert_width = config.expert.width
+        self.state_proj = nn.Linear(config.state_dim, config.language.width)
         self.action_in_proj = nn.Linear(config.action_dim, expert_width)
         self.action_out_proj = nn.Linear(expert_width, config.action_dim)
         self.action_time_mlp_in = nn.Linear(2 * expert_width, expert_width)

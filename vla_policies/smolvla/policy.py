@@ -13,7 +13,7 @@ from vla_policies.flow.prefix import PrefixCache
 from vla_policies.flow.vlm import Observed
 from vla_policies.lerobot.policy import LeRobotPolicy
 from vla_policies.memory import DecisionMemory
-from vla_policies.smolvla.checkpoint import FAMILY, SmolVLACheckpoint, is_unused
+from vla_policies.smolvla.checkpoint import FAMILY, UNUSED, SmolVLACheckpoint
 from vla_policies.smolvla.model import EXPERT, SmolVLAModel, published_sizes, stays_float32
 
 
@@ -34,7 +34,7 @@ class SmolVLA(LeRobotPolicy):
     folder: SmolVLACheckpoint
 
     checkpoint_class = SmolVLACheckpoint
-    unused = staticmethod(is_unused)
+    unused = staticmethod(lambda key: key.startswith(UNUSED))
     needs_float32 = staticmethod(stays_float32)
 
     @classmethod
