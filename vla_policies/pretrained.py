@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from pydantic import StringConstraints
@@ -31,8 +31,7 @@ from vla_policies.checkpoint.lora import (
 )
 from vla_policies.checkpoint.parts import check_finite, in_first
 from vla_policies.checkpoint.settings import defaults_of, merge_settings, saved_dtype
-from vla_policies.checkpoint.weights import Entry, check_weights, load_weights
-from vla_policies.checkpoint.weights import cast as cast_parameters
+from vla_policies.checkpoint.weights import Entry, cast, check_weights, load_weights
 from vla_policies.policy import Sharding, VLAPolicy, given_shard
 from vla_policies.sharding import place, storage_device
 
@@ -164,7 +163,7 @@ class PretrainedPolicy(VLAPolicy):
                 )
         config = cls.config_class(**cls.infer_settings(checkpoint, merged, stored))
         model, entries = checkpoint.empty_model()
-        cast_parameters(model, saved_dtype(checkpoint.options) if dtype is None else dtype, float32=cls.needs_float32)
+        cast(model, saved_dtype(checkpoint.options) if dtype is None else dtype, float32=cls.needs_float32)
         policy = cls(model, checkpoint, config)
         if lora_adapter is None:
             lora_adapter = stored_adapter(path, checkpoint.options)
@@ -217,7 +216,7 @@ class PretrainedPolicy(VLAPolicy):
         policy.config, policy.model, policy.folder = SimpleNamespace(**settings), model, checkpoint
         with torch.device("meta"):
             policy.make_heads()
-        cast_parameters(model, getattr(torch, settings.get("dtype") or "float32"), float32=cls.needs_float32)
+        cast(model, getattr(torch, settings.get("dtype") or "float32"), float32=cls.needs_float32)
         policy.freeze()
         adapt(policy, *(settings.get(f"lora_{name}") for name in ("rank", "alpha", "targets")))
         return policy.to("meta")  # adapters begin with numbers
@@ -259,7 +258,7 @@ class PretrainedPolicy(VLAPolicy):
         check_settings("", settings, cls.setting_types())
 
         def complete(policy: VLAPolicy) -> None:
-            adapt(cast("PretrainedPolicy", policy), lora_rank, lora_alpha, lora_targets)
+            adapt(policy, lora_rank, lora_alpha, lora_targets)
             if shard is not None:
                 shard(policy)
 

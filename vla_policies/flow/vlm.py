@@ -226,7 +226,9 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         if not self.prefix_is_frozen:
             return tensordict
         longest = int((tensordict.get(keys.PROMPT_TOKENS) != self.prompts.padding).sum(1).max())
-        needed = self.prefix_bytes(len(tensordict), longest)
+        language, length = self.model.config.language, self.num_images * self.model.config.image_tokens + longest
+        numbers = 2 * language.depth * language.kv_heads * language.head_dim * length
+        needed = len(tensordict) * numbers * self.model.dtype.itemsize
         if needed > self.config.prefix_cache_gb * 1e9:
             warnings.warn(
                 f"what {self.vlm_name} makes of {len(tensordict)} decisions takes {needed / 1e9:.1f} GB, more than "
@@ -234,7 +236,6 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
                 stacklevel=2,
             )
             return tensordict
-        length = self.num_images * self.model.config.image_tokens + longest
         read = tensordict.select(keys.MODEL_IMAGES, *CAMERAS, keys.PROMPT_TOKENS, strict=False)
         kept: dict[Any, Tensor] = {}
         for start, part in zip(range(0, len(read), PREFIX_ROWS), read.split(PREFIX_ROWS), strict=True):
@@ -248,13 +249,6 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         for key, entry in kept.items():
             tensordict.set(key, entry)
         return tensordict
-
-    def prefix_bytes(self, decisions: int, prompt_length: int) -> int:
-        """Return bytes of keys and values that :meth:`precompute` keeps."""
-        language = self.model.config.language
-        tokens = self.num_images * self.model.config.image_tokens + prompt_length
-        numbers = 2 * language.depth * language.kv_heads * language.head_dim * tokens
-        return decisions * numbers * self.model.dtype.itemsize
 
     # ---- flow
 
