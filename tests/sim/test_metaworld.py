@@ -13,6 +13,7 @@ from simulators import some
 
 from vla_envs import Episode, list_envs, make_spec
 from vla_envs.metaworld.spec import suites
+from vla_envs.worlds import WorldCache
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
 FAST = {"image_size": 32, "render_quality": "fast"}
@@ -21,13 +22,12 @@ FRAMES = (0, 100)  # after how many actions pictures are compared with the bench
 
 
 @pytest.fixture
-def fresh_cache():
+def fresh_cache(monkeypatch):
     """The built worlds of this process, none of them another test's."""
-    from vla_envs.metaworld.worlds import world_cache
+    from vla_envs.metaworld import worlds
 
-    world_cache.clear()
-    yield world_cache
-    world_cache.clear()
+    monkeypatch.setattr(worlds, "world_cache", WorldCache(worlds.World, worlds._key))
+    return worlds.world_cache
 
 
 def physics(world):
