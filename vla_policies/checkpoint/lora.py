@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import StringConstraints
-from torch import Tensor, nn
+from torch import nn
 
 from vla_common.checksums import verify_checksums, write_checksums
 from vla_common.plain import read_json
 from vla_common.settings import BelowOne, Positive, Width, check_settings
 from vla_policies.checkpoint.parts import check_finite, in_first
-from vla_policies.checkpoint.weights import Entry, check_layout, fill, list_weights, plain_names
+from vla_policies.checkpoint.weights import Entry, check_layout, fill, list_weights
 from vla_policies.checkpoint.writing import write_safetensors
 
 if TYPE_CHECKING:
@@ -195,12 +195,6 @@ def lora_config(policy: Any) -> LoraConfig:
         raise ValueError("the policy has no LoRA adapter; add_lora(policy) puts one on it")
     config: LoraConfig = policy.model.peft_config[_NAME]
     return config
-
-
-def plain_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights without adapters, by the names they have without any."""
-    weights = model.state_dict()
-    return {plain: weights[name] for plain, name in plain_names(weights).items()}
 
 
 def _read_config(folder: Path) -> LoraConfig:

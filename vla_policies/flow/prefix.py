@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
@@ -64,8 +64,7 @@ class PrefixCache:
 class PrefixModel(nn.Module):
     """A VLM that reads images and prompt once, and an expert that denoises actions, by a checkpoint's names.
 
-    A family adds ``embed_prefix``, which returns embeddings ``[N, P, width]`` and which of them are valid, and
-    ``velocity``. ``patch_width``: numbers of what the projector makes a token of, with a ``bias`` or without.
+    A family adds ``velocity``. ``patch_width``: numbers that the projector makes a token of; ``bias``: with one.
     """
 
     vlm_path: ClassVar[str]  # where the module is, as those below
@@ -73,8 +72,6 @@ class PrefixModel(nn.Module):
     projector_path: ClassVar[str]
     language_path: ClassVar[str]
     expert_path: ClassVar[str]
-
-    embed_prefix: Callable[..., tuple[Tensor, Tensor]]
 
     def __init__(self, config: Any, patch_width: int, bias: bool):
         super().__init__()
@@ -123,7 +120,28 @@ class PrefixModel(nn.Module):
         for part in (self.vision, self.language, self.expert):
             part.gradient_checkpointing = enabled
 
-    def prefix(self, *inputs: Tensor | None, output: bool = False) -> PrefixCache:
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """Return the tokens ``[N, T, width]`` of images float ``[N, 3, H, W]`` from -1 to 1."""
+        return self.projector(self.vision(pixels))
+
+    def embed_prefix(
+        self, pixels: Tensor, tokens: Tensor, token_valid: Tensor, image_valid: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the embeddings ``[N, P, width]`` of images and prompt, and which of them are valid, bool ``[N, P]``.
+
+        ``pixels`` are float ``[N, n, 3, H, W]`` from -1 to 1, ``tokens`` int64 ``[N, L]``, ``token_valid`` bool
+        ``[N, L]``, ``image_valid`` bool ``[N, n]`` (``None``: all). An image that no row has should not be passed at
+        all.
+        """
+        count = pixels.shape[1]
+        images = self.embed_images(pixels.flatten(0, 1)).unflatten(0, (-1, count))
+        text = self.language.embed_tokens(tokens) * math.sqrt(self.config.language.width)
+        if image_valid is None:
+            image_valid = token_valid.new_ones(len(tokens), count)
+        patches = image_valid.repeat_interleave(images.shape[2], dim=1)
+        return torch.cat([images.flatten(1, 2), text.to(images.dtype)], dim=1), torch.cat([patches, token_valid], dim=1)
+
+    def prefix(self, *inputs: Tensor, output: bool = False) -> PrefixCache:
         """Compute keys and values of ``embed_prefix(*inputs)``, with ``output`` the last hidden states too."""
         embeddings, valid = self.embed_prefix(*inputs)
         mask = None if bool(valid.all()) else valid[:, None, None, :]

@@ -6,7 +6,6 @@ those of openpi's PyTorch checkpoints.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -97,23 +96,6 @@ class Pi0Model(PrefixModel):
             self.state_proj = nn.Linear(config.state_dim, expert_width)
             self.action_time_mlp_in = nn.Linear(2 * expert_width, expert_width)
             self.action_time_mlp_out = nn.Linear(expert_width, expert_width)
-
-    def embed_prefix(
-        self, pixels: Tensor, image_valid: Tensor | None, tokens: Tensor, token_valid: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the embeddings ``[N, P, width]`` of images and prompt, and which of them are valid, bool ``[N, P]``.
-
-        ``pixels`` are float ``[N, n, 3, H, W]`` from -1 to 1, ``image_valid`` bool ``[N, n]`` (``None``: all),
-        ``tokens`` int64 ``[N, L]``, ``token_valid`` bool ``[N, L]``. An image that no row has should not be passed at
-        all.
-        """
-        count = pixels.shape[1]
-        images = self.projector(self.vision(pixels.flatten(0, 1))).unflatten(0, (-1, count))
-        text = self.language.embed_tokens(tokens) * math.sqrt(self.config.language.width)
-        if image_valid is None:
-            image_valid = token_valid.new_ones(len(tokens), count)
-        patches = image_valid.repeat_interleave(self.config.vision.num_patches, dim=1)
-        return torch.cat([images.flatten(1, 2), text.to(images.dtype)], dim=1), torch.cat([patches, token_valid], dim=1)
 
     def embed_suffix(self, noisy_actions: Tensor, time: Tensor, state: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return tokens ``[N, S, width]`` of the expert and the condition ``[N, width]`` of its norms (pi0.5).

@@ -105,23 +105,12 @@ class SmolVLAModel(PrefixModel):
         self.action_time_mlp_in = nn.Linear(2 * expert_width, expert_width)
         self.action_time_mlp_out = nn.Linear(expert_width, expert_width)
 
-    def embed_prefix(self, pixels: Tensor, tokens: Tensor, token_valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the embeddings ``[N, P, width]`` of images and prompt, and which of them are valid, bool ``[N, P]``.
-
-        ``pixels`` are float ``[N, n, 3, H, W]`` from -1 to 1, ``tokens`` int64 ``[N, L]``, ``token_valid`` bool
-        ``[N, L]``. Of an image LeRobot masks all tokens that is missing, so that leaving it out is the same.
-        """
-        count, scale = pixels.shape[1], math.sqrt(self.config.language.width)
-        images = self.projector(self._shuffle(self.vision(pixels.flatten(0, 1)))).unflatten(0, (-1, count)) * scale
-        text = self.language.embed_tokens(tokens) * scale
-        valid = torch.cat([token_valid.new_ones(len(tokens), count * images.shape[2]), token_valid], dim=1)
-        return torch.cat([images.flatten(1, 2), text.to(images.dtype)], dim=1), valid
-
-    def _shuffle(self, patches: Tensor) -> Tensor:
-        """Join the patches ``[N, h w, width]`` of each square: ``[N, h w / s^2, s^2 width]``, row by row."""
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """Join the patches of each square, row by row: of ``[N, h w, width]`` become ``[N, h w / s^2, s^2 width]``."""
         side, step = math.isqrt(self.config.vision.num_patches), self.config.shuffle
-        squares = patches.unflatten(1, (side // step, step, side // step, step))
-        return squares.transpose(2, 3).flatten(3).flatten(1, 2)
+        squares = self.vision(pixels).unflatten(1, (side // step, step, side // step, step))
+        joined = squares.transpose(2, 3).flatten(3).flatten(1, 2)
+        return self.projector(joined) * math.sqrt(self.config.language.width)
 
     def embed_state(self, state: Tensor) -> Tensor:
         """Return the token ``[N, 1, width]`` of a padded state ``[N, state_dim]``."""

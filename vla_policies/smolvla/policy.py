@@ -9,7 +9,6 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from vla_policies.flow import memory
-from vla_policies.flow.prefix import PrefixCache
 from vla_policies.flow.vlm import Observed
 from vla_policies.lerobot.policy import LeRobotPolicy
 from vla_policies.memory import DecisionMemory
@@ -49,9 +48,6 @@ class SmolVLA(LeRobotPolicy):
     def observe(self, tensordict: TensorDictBase) -> Observed:
         seen = super().observe(tensordict)
         return replace(seen, prefix=self.model.add_state(seen.prefix, seen.state))
-
-    def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
-        return self.model.prefix(self.pixels(tensordict), tokens, valid, output=output)
 
     def velocity(self, observed: Observed, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
         return self.model.velocity(observed.prefix, noisy, time)

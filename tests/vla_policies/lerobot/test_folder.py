@@ -9,7 +9,7 @@ from lerobot_checkpoint import SMOLVLA, change_json, golden, make_checkpoint, ma
 from safetensors.torch import load_file, save_file
 
 from vla_policies.checkpoint.weights import load_weights
-from vla_policies.lerobot.folder import PROCESSORS, is_type
+from vla_policies.lerobot.folder import PROCESSORS
 from vla_policies.lerobot.prompts import LinePrompts
 from vla_policies.lerobot.statistics import FeatureStatistics
 from vla_policies.processing.images import interpolate_with_pad
@@ -234,7 +234,7 @@ def spoil(folder, what):
     ],
 )
 def test_a_wrong_folder_is_one_line(folder, what, message):
-    assert is_type(folder, ["smolvla"])
+    assert SmolVLA.recognises(folder)
     spoil(folder, what)
     with pytest.raises((ValueError, FileNotFoundError)) as refused:
         read_all(folder)

@@ -58,7 +58,7 @@ def recorded(name):
 
 def inputs(recorded):
     pixels = recorded["images_u8"].permute(1, 0, 4, 2, 3).float() / 127.5 - 1
-    return pixels, recorded["image_masks"].T, recorded["tokens"], recorded["token_mask"]
+    return pixels, recorded["tokens"], recorded["token_mask"], recorded["image_masks"].T
 
 
 @pytest.fixture
@@ -145,9 +145,9 @@ def test_loss_and_gradients(model, recorded, name):
 @torch.no_grad()
 def test_a_masked_camera_can_be_left_out(model, recorded):
     """The second sample's third camera is masked: without it the prefix is shorter and the velocity the same."""
-    pixels, image_valid, tokens, token_valid = (part[1:] for part in inputs(recorded))
+    pixels, tokens, token_valid, image_valid = (part[1:] for part in inputs(recorded))
     assert not image_valid[0, 2]
-    short = model.prefix(pixels[:, :2], None, tokens, token_valid)
+    short = model.prefix(pixels[:, :2], tokens, token_valid)
     arguments = (recorded["x_t"][1:], recorded["t"][1:], recorded["state"][1:])
     assert_near(model.velocity(short, *arguments)[0], recorded["v_t"][1:], through(model))
 
