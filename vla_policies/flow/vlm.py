@@ -181,7 +181,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         return compute_device(self.model.action_in_proj.weight)
 
     def lora_layers(self, targets: Sequence[str]) -> list[str]:
-        names = [name for name, _ in self.model.named_modules() if name.rpartition(".")[2] in targets]
+        names = super().lora_layers(targets)
         return [name for name in names if name.startswith(self.expert_prefix) or not self.config.train_expert_only]
 
     def shard_groups(self) -> list[ShardGroup]:
