@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import re
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -47,7 +47,8 @@ def find_experiments(conf: Traversable) -> dict[str, Experiment]:
     for name, (file, content) in contents.items():
         parts = [*_bases(content, contents), content]
         recipe = next((part["recipe"] for part in reversed(parts) if "recipe" in part), "")
-        groups = {group: chosen for part in parts for group, chosen in _choices(part)}
+        entries = [entry for part in parts for entry in part.get("defaults") or [] if isinstance(entry, dict)]
+        groups = {group.removeprefix("override /"): chosen for entry in entries for group, chosen in entry.items()}
         found[name] = Experiment(file, "", recipe, groups)
         for suite in content.get("suites") or {}:
             benchmark, _, rest = suite.partition("/")
@@ -88,12 +89,6 @@ def _bases(content: dict[str, Any], contents: dict[str, tuple[Traversable, dict[
             base = contents[entry][1]
             return [*_bases(base, contents), base]
     return []
-
-
-def _choices(content: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for entry in content.get("defaults") or []:
-        for group, chosen in entry.items() if isinstance(entry, dict) else ():
-            yield group.removeprefix("override /"), chosen
 
 
 def as_typed(value: Any) -> str:

@@ -31,9 +31,7 @@ DENOISED = "denoised"  # float32 [N, C, A], flow policies: what was sampled; [N,
 ACTION_LOG_PROB = "action_log_prob"  # float32 [N, C, A]
 FEATURES = "features"  # float16 [N, F], steered policies: what the frozen one makes of an observation
 STEERING = "steering"  # float32 [N, U], steered policies: what the actor draws, noise or a change of the actions
-MODEL_IMAGES = (
-    "model_images"  # uint8 [N, n, h, w, 3], the cameras that the policy looks at, no larger than it sees them
-)
+MODEL_IMAGES = "model_images"  # uint8 [N, n, h, w, 3], the policy's cameras, no larger than it sees them
 PROMPT_TOKENS = "prompt_tokens"  # int64 [N, L], so that the update never tokenises again
 STATE_VALUE = "state_value"  # float32 [N, 1] or [N, C], policies with a value head
 

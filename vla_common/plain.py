@@ -49,17 +49,9 @@ def parse_json(text: str | bytes) -> Any:
 def read_yaml(file: Path) -> Any:
     """Read a file of YAML; ``ValueError`` if it is none, has aliases or tags, or is too large or deep."""
     try:
-        return parse_yaml(read_small(file, _LARGEST_YAML))
-    except ValueError as error:
-        raise ValueError(f"{file} is no YAML that can be read safely ({error})") from error
-
-
-def parse_yaml(text: str | bytes) -> Any:
-    """Read YAML; ``ValueError`` as :func:`read_yaml`."""
-    try:
-        return yaml.load(text, Loader=_Loader)
-    except (yaml.YAMLError, KeyError, IndexError) as error:  # !!bool maybe, !!int ''
-        raise ValueError(" ".join(str(error).split())) from error
+        return yaml.load(read_small(file, _LARGEST_YAML), Loader=_Loader)
+    except (ValueError, yaml.YAMLError, KeyError, IndexError) as error:  # !!bool maybe, !!int ''
+        raise ValueError(f"{file} is no YAML that can be read safely ({' '.join(str(error).split())})") from error
 
 
 class _Loader(yaml.SafeLoader):

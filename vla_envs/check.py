@@ -119,15 +119,12 @@ def _play(pool: WorkerPool, episodes: Mapping[int, Episode], decisions: float = 
         for slot in running:
             now = {name: getattr(pool.arrays, name)[slot].copy() for name in names}
             seen[slot].append({**now, "sentence": pool.texts[slot]})
-        running = [slot for slot in running if not _is_over(spec, seen[slot])]
+        over = {slot for slot in running if any(each["ended"].any() for each in seen[slot][1:])}
+        running = [slot for slot in running if slot not in over and _length(seen[slot]) < spec.max_episode_steps]
         if not running or when == decisions:
             return seen
         pool.arrays.actions[:] = random.uniform(spec.action_low, spec.action_high, (size, spec.action_dim))
         lost, names, when = pool.step(running), (*_SHOWN, *_DONE), when + 1
-
-
-def _is_over(spec: SimulatorSpec, seen: Sequence[_Seen]) -> bool:
-    return _length(seen) >= spec.max_episode_steps or any(each["ended"].any() for each in seen[1:])
 
 
 def _length(seen: Sequence[_Seen]) -> int:

@@ -15,7 +15,7 @@ from torchrl.envs import EnvBase, TransformedEnv
 
 from vla_common import keys
 from vla_envs.actions import refuse_actions, share_clipped
-from vla_envs.episodes import EpisodeSampler, EpisodeSource, unpack
+from vla_envs.episodes import EpisodeQueue, EpisodeSampler, unpack
 from vla_envs.instructions import Instructions
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.stages import TOGETHER, check_stages, divide
@@ -58,7 +58,7 @@ class VLAEnv(EnvBase):
         spec: SimulatorSpec,
         num_envs: int,
         chunk_size: int,
-        episodes: EpisodeSource,
+        episodes: EpisodeSampler | EpisodeQueue,
         *,
         num_workers: int,
         ignore_terminations: bool = False,
@@ -100,7 +100,7 @@ class VLAEnv(EnvBase):
         self._statistics = {key: each.zero().cpu().numpy() for key, each in specs}  # of the running episodes
         self.is_closed = False
 
-    def set_episodes(self, source: EpisodeSource) -> None:
+    def set_episodes(self, source: EpisodeSampler | EpisodeQueue) -> None:
         """Take episodes from another source from the next reset of a slot on; ``TypeError`` if it gives none.
 
         A ``TransformedEnv`` passes this on, but keeps an attribute ``episodes`` to itself: :func:`base_env` refuses it.

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
 from itertools import product
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import numpy as np
 
@@ -19,19 +19,6 @@ _LEAST = 0.1  # of a task that is always or never solved, relative to one that i
 _MOST = 1_000_000  # episodes of an evaluation
 _SETTINGS = ("mode", "group_size", "trials", "groups", "rank", "world_size")
 _TRAINING, _SHUFFLE = 0, 1  # streams of random numbers that never meet
-
-
-class EpisodeSource(Protocol):
-    """Where an environment takes its episodes from."""
-
-    def next(self) -> Episode | None:
-        """Return the next episode; ``None`` if there is none for now."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return plain values."""
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken."""
 
 
 class EpisodeSampler:

@@ -111,10 +111,6 @@ class Stressed:
             seen.task_description = reworded(seen.task_description, strength, self._draw("wording", said))
         return seen
 
-    def close(self) -> None:
-        """Free the world."""
-        self._simulator.close()
-
     def _draw(self, kind: Kind, *further: int) -> np.random.Generator:
         return np.random.default_rng([*self._identity, KINDS.index(kind), *further])
 

@@ -19,9 +19,6 @@ class WorldCache:
         self._build, self._key_of = build, key_of
         self._idle: OrderedDict[int, Any] = OrderedDict()  # by id()
 
-    def __len__(self) -> int:
-        return len(self._idle)
-
     @property
     def megabytes(self) -> float:
         """About what the idle worlds and their renderers take."""
@@ -42,8 +39,3 @@ class WorldCache:
         self._idle[id(world)] = world
         while self._idle and self.megabytes > 1000 * gigabytes:
             self._idle.popitem(last=False)[1].close()
-
-    def clear(self) -> None:
-        """Keep none."""
-        while self._idle:
-            self._idle.popitem()[1].close()

@@ -316,15 +316,19 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
         if family != cls.family:
             raise ValueError(f"{path} is a checkpoint of {family!r}, not of {cls.family}")
         check_unchanged(cls, path, {**defaults_of(cls), **stored}, settings)
-        try:
-            policy = cls(cls.config_class(**as_tuples(stored)))
-        except TypeError as error:
-            raise ValueError(f"{path / layout.CONFIG} does not fit the policy {family!r}: {error}") from error
-        layout.load(policy, path)
-        policy.to(device)
+        policy = cls._restore(path, as_tuples(stored), device)
         if shard is not None:
             shard(policy)
         return policy
+
+    @classmethod
+    def _restore(cls, path: Path, settings: dict[str, Any], device: torch.device | str) -> Self:
+        try:
+            policy = cls(cls.config_class(**settings))
+        except TypeError as error:
+            raise ValueError(f"{path / layout.CONFIG} does not fit the policy {cls.family!r}: {error}") from error
+        layout.load(policy, path)
+        return policy.to(device)
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, cast
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import torch
 from pydantic import StringConstraints
@@ -23,31 +23,18 @@ from vla_policies.checkpoint.lora import (
     adapt,
     fill_adapter,
     has_lora,
-    plain_weights,
     put_adapter,
     read_rank,
     save_adapter,
     stored_adapter,
 )
 from vla_policies.checkpoint.parts import check_finite, in_first
-from vla_policies.checkpoint.settings import defaults_of, merge_settings, saved_dtype
-from vla_policies.checkpoint.weights import Entry, check_weights, load_weights
-from vla_policies.checkpoint.weights import cast as cast_parameters
+from vla_policies.checkpoint.settings import as_tuples, check_unchanged, defaults_of, saved_dtype
+from vla_policies.checkpoint.weights import Entry, cast, check_weights, load_weights, plain_names
 from vla_policies.policy import Sharding, VLAPolicy, given_shard
 from vla_policies.sharding import place, storage_device
 
 Device = Annotated[str, StringConstraints(pattern=r"^(cpu|cuda(:[0-9]+)?|mps)$")]
-
-
-class Checkpoint(Protocol):
-    """A checkpoint folder without its weights; ``options`` are empty for a published one."""
-
-    @property
-    def options(self) -> Mapping[str, Any]:
-        """What the policy that was saved here was set to."""
-
-    def empty_model(self) -> tuple[nn.Module, dict[str, Entry]]:
-        """Build the model on the meta device; returns it and the tensors to fill it with."""
 
 
 class PretrainedPolicy(VLAPolicy):
@@ -81,8 +68,12 @@ class PretrainedPolicy(VLAPolicy):
 
     @classmethod
     @abstractmethod
-    def read_checkpoint(cls, folder: Path) -> Checkpoint:
-        """Read the small files of a local folder and the headers of its weights, or FileNotFoundError, ValueError."""
+    def read_checkpoint(cls, folder: Path) -> Any:
+        """Read the small files of a local folder and the headers of its weights, or FileNotFoundError, ValueError.
+
+        Of what is returned ``options`` are what the policy that was saved here was set to, empty for a published one;
+        ``empty_model()`` builds the model on the meta device, and returns it and the tensors to fill it with.
+        """
 
     @abstractmethod
     def write_checkpoint(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
@@ -156,15 +147,18 @@ class PretrainedPolicy(VLAPolicy):
         verify_checksums(path := resolve(folder))
         checkpoint = cls.read_checkpoint(path)
         check_links(path)
-        merged, stored = merge_settings(cls, path, checkpoint.options, settings)
+        names = {entry.name for entry in fields(cls.config_class)}
+        stored = {name: value for name, value in checkpoint.options.items() if name in names}
+        check_unchanged(cls, path, stored, settings, cls.checkpoint_settings)
+        merged = as_tuples({**stored, **settings})
         for name, example in cls.needed_settings.items():
             if name not in merged:
                 raise ValueError(
                     f"{path} does not say its {name}; set {name}, such as {example!r} (recipes: policy={cls.family})"
                 )
-        config = cls.config_class(**cls.infer_settings(checkpoint, merged, stored))
+        config = cls.config_class(**cls.infer_settings(checkpoint, merged, bool(stored)))
         model, entries = checkpoint.empty_model()
-        cast_parameters(model, saved_dtype(checkpoint.options) if dtype is None else dtype, float32=cls.needs_float32)
+        cast(model, saved_dtype(checkpoint.options) if dtype is None else dtype, float32=cls.needs_float32)
         policy = cls(model, checkpoint, config)
         if lora_adapter is None:
             lora_adapter = stored_adapter(path, checkpoint.options)
@@ -190,7 +184,9 @@ class PretrainedPolicy(VLAPolicy):
         check_finite(self.state_dict(), f"the policy {self.family!r}")
         dtype = str(self.model.dtype).removeprefix("torch.")
         options = {"family": self.family, **asdict(self.config), "dtype": dtype, ADAPTER: lora}
-        files = self.write_checkpoint(folder, {**plain_weights(self.model), **self.unused_tensors}, options)
+        weights = self.model.state_dict()
+        plain = {own: weights[name] for own, name in plain_names(weights).items()}
+        files = self.write_checkpoint(folder, {**plain, **self.unused_tensors}, options)
         if lora:
             files += (f"{ADAPTER}/{name}" for name in save_adapter(self, folder / ADAPTER))
         in_first(self.parameters(), lambda: write_checksums(folder, files))
@@ -217,7 +213,7 @@ class PretrainedPolicy(VLAPolicy):
         policy.config, policy.model, policy.folder = SimpleNamespace(**settings), model, checkpoint
         with torch.device("meta"):
             policy.make_heads()
-        cast_parameters(model, getattr(torch, settings.get("dtype") or "float32"), float32=cls.needs_float32)
+        cast(model, getattr(torch, settings.get("dtype") or "float32"), float32=cls.needs_float32)
         policy.freeze()
         adapt(policy, *(settings.get(f"lora_{name}") for name in ("rank", "alpha", "targets")))
         return policy.to("meta")  # adapters begin with numbers
@@ -259,7 +255,7 @@ class PretrainedPolicy(VLAPolicy):
         check_settings("", settings, cls.setting_types())
 
         def complete(policy: VLAPolicy) -> None:
-            adapt(cast("PretrainedPolicy", policy), lora_rank, lora_alpha, lora_targets)
+            adapt(policy, lora_rank, lora_alpha, lora_targets)
             if shard is not None:
                 shard(policy)
 

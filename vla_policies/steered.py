@@ -18,16 +18,14 @@ from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, exploration_type
 from torchrl.modules import MLP, ProbabilisticActor, TanhNormal
 
-from vla_common.checksums import read_checksums, verify_checksums, write_lines
+from vla_common.checksums import read_checksums, write_lines
 from vla_common.keys import ACTION, FEATURES, STATES, STEERING
 from vla_common.schema import EnvironmentShape
 from vla_common.settings import Count, Positive, Width, check_fields
 from vla_policies.checkpoint import layout
-from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.report import Report
-from vla_policies.checkpoint.settings import check_unchanged, defaults_of
 from vla_policies.flow.policy import FlowPolicy
-from vla_policies.policy import Sharding, VLAPolicy
+from vla_policies.policy import VLAPolicy
 from vla_policies.registry import inspect_policy, load_policy
 
 BASE = "base"  # folder of the frozen policy, within that of the steered one
@@ -181,31 +179,15 @@ class SteeredPolicy(VLAPolicy):
         write_lines(folder, {**read_checksums(folder), **of_base})
 
     @classmethod
-    def make(
-        cls,
-        shape: EnvironmentShape,
-        checkpoint: str | Path | None = None,
-        *,
-        shard: Sharding | None = None,
-        **settings: Any,
-    ) -> Self:
+    def make(cls, shape: EnvironmentShape, checkpoint: str | Path | None = None, **settings: Any) -> Self:
         if checkpoint is None:
             raise ValueError("policy=steered is what recipes/dsrl.py and sac.py write; type policy.checkpoint=FOLDER")
-        return super().make(shape, checkpoint, shard=shard, **settings)
+        return super().make(shape, checkpoint, **settings)
 
     @classmethod
-    def from_pretrained(
-        cls, folder: str | Path, *, device: torch.device | str = "cpu", shard: Sharding | None = None, **settings: Any
-    ) -> Self:
-        verify_checksums(path := resolve(folder))
-        family, stored = layout.read(path)
-        if family != cls.family:
-            raise ValueError(f"{path} is a checkpoint of {family!r}, not of {cls.family}")
-        check_unchanged(cls, path, {**defaults_of(cls), **stored}, settings)
-        policy = cls(load_policy(path / BASE, device=device), cls.config_class(**stored))
+    def _restore(cls, path: Path, settings: dict[str, Any], device: torch.device | str) -> Self:
+        policy = cls(load_policy(path / BASE, device=device), cls.config_class(**settings))
         layout.load(policy.actor, path)
-        if shard is not None:
-            shard(policy)
         return policy
 
     @classmethod

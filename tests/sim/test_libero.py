@@ -411,11 +411,11 @@ def test_built_worlds_are_kept_within_their_budget():
     from vla_envs.libero.world import world_cache
 
     simulator = make_spec("libero/spatial", **FAST, cache_gigabytes=0).make()
-    before = len(world_cache)
+    before = len(world_cache._idle)
     simulator.reset(Episode(0, 0))
     simulator.reset(Episode(1, 0))
     simulator.close()
-    assert len(world_cache) == 0 <= before
+    assert len(world_cache._idle) == 0 <= before
     # With room for two of three, the one that has not been used for longest goes.
     sizes = []
     roomy = make_spec("libero/spatial", **FAST, cache_gigabytes=100).make()
@@ -424,13 +424,13 @@ def test_built_worlds_are_kept_within_their_budget():
         sizes.append(roomy._world.megabytes)
     roomy.close()
     kept = make_spec("libero/spatial", **FAST, cache_gigabytes=1.1 * sum(sizes[1:]) / 1000).make()
-    assert len(world_cache) == 3
+    assert len(world_cache._idle) == 3
     kept.reset(Episode(0, 0))
     kept.close()
     assert [world.task.name for world in world_cache._idle.values()] == [kept.spec.tasks[n].name for n in (2, 0)]
     simulator.reset(Episode(0, 0))
     simulator.close()
-    assert len(world_cache) == 0
+    assert len(world_cache._idle) == 0
 
 
 def test_closing_the_gripper_closes_it():

@@ -532,7 +532,7 @@ def test_the_background_is_the_photograph(simulator):
         simulator.reset(Episode(task, 2, 3))
         seen = world._get_obs_sensor_data()["3rd_view_camera"]
         things = world.overlay.foreground(seen["segmentation"])[0]
-        photograph = world.overlay.photograph(world.configurations[0].table)
+        photograph = world.overlay._tables[world.configurations[0].table]
         assert 0.01 < things.float().mean() < 0.4
         assert (seen["rgb"][0] == photograph)[~things].all()
         assert (seen["rgb"][0] != photograph)[things].any(-1).float().mean() > 0.9
@@ -554,7 +554,7 @@ def test_textures_follow_the_extra_factor_and_cover_what_they_should(simulator):
     weak, _ = frame(by_name["PutOnPlateInScene25VisionTexture03-v1"], extra=4)
     strong, _ = frame(by_name["PutOnPlateInScene25VisionTexture05-v1"], extra=4)
     other, _ = frame(by_name["PutOnPlateInScene25VisionTexture05-v1"], extra=5)
-    background = world.overlay.photograph(world.configurations[0].table).numpy()
+    background = world.overlay._tables[world.configurations[0].table].numpy()
     assert (strong[~things] == background[~things]).all()
     assert (strong != other).any()
     untouched, _ = frame(0)  # Main in training, of the same digits

@@ -13,6 +13,7 @@ from simulators import some
 
 from vla_envs import Episode, list_envs, make_spec
 from vla_envs.metaworld.spec import suites
+from vla_envs.worlds import WorldCache
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
 FAST = {"image_size": 32, "render_quality": "fast"}
@@ -21,13 +22,12 @@ FRAMES = (0, 100)  # after how many actions pictures are compared with the bench
 
 
 @pytest.fixture
-def fresh_cache():
+def fresh_cache(monkeypatch):
     """The built worlds of this process, none of them another test's."""
-    from vla_envs.metaworld.worlds import world_cache
+    from vla_envs.metaworld import worlds
 
-    world_cache.clear()
-    yield world_cache
-    world_cache.clear()
+    monkeypatch.setattr(worlds, "world_cache", WorldCache(worlds.World, worlds._key))
+    return worlds.world_cache
 
 
 def physics(world):
@@ -163,7 +163,7 @@ def test_a_world_that_changed_hands_gives_the_episode_that_a_new_one_gives(fresh
         found = fingerprint(simulators[1], Episode(task, 1))
         assert simulators[1]._world is used
         alone = new.make()
-        fresh_cache.clear()
+        fresh_cache._idle.clear()
         assert fingerprint(alone, Episode(task, 1)) == found
         assert alone._world is not used
         alone.close()
@@ -179,13 +179,13 @@ def test_switching_tasks_builds_no_world_twice_within_the_bound_and_keeps_none_b
         seen.append(simulator._world)
     assert seen[:3] == seen[3:]
     simulator.close()
-    assert len(fresh_cache) == 3
+    assert len(fresh_cache._idle) == 3
     # Another option of drawing is another world; without room none is kept.
     other = make_spec("metaworld/reach-v3", **small, hide_goals=True, cache_gigabytes=0).make()
     other.reset(Episode(0, 0))
     assert other._world not in seen
     other.close()
-    assert len(fresh_cache) == 0
+    assert len(fresh_cache._idle) == 0
 
 
 def test_what_the_cache_says_it_takes_is_about_what_it_takes():

@@ -30,7 +30,18 @@ def quiet(caplog):
 
 def walkers(overlap=True, num_envs=N, **fields):
     env = make_env(walker_spec(horizon=11, action_dim=DIM, **fields), num_envs, CHUNK, seed=0, num_workers=WORKERS)
-    env.pool._overlap = overlap
+    return env if overlap else answered_at_once(env)
+
+
+def answered_at_once(env):
+    """The same environment, in which what is sent is waited for at once, and seen where it is received."""
+    pool, post = env.pool, env.pool._post
+
+    def post_and_wait(command, items):
+        pool._finish(exchange := post(command, items))
+        return exchange
+
+    pool._post = post_and_wait
     return env
 
 
@@ -198,8 +209,7 @@ def faulty(tmp_path, name, overlap, faults):
     folder = tmp_path / name
     folder.mkdir()
     env = make_toy_env(toy_spec(faults, folder), N, WORKERS)
-    env.pool._overlap = overlap
-    return env
+    return env if overlap else answered_at_once(env)
 
 
 def worked_off(env, number, **options):
@@ -246,7 +256,7 @@ def test_overlap_changes_no_bit_where_simulators_hang_in_mid_step(tmp_path):
         spec = toy_spec({7: ("raise", 1, 1), 23: ("raise", 2, 0)}, folder)
         spec = dataclasses.replace(spec, entry_point="hanging:HangsInStep")
         env = make_env(spec, N, 2, num_workers=WORKERS, step_timeout=2.0)
-        env.pool._overlap = overlap
+        env = env if overlap else answered_at_once(env)
         return worked_off(env, 30, stages=2, overlap_resets=True, max_attempts=2)
 
     (first, *about), (second, *others) = run("on", True), run("off", False)

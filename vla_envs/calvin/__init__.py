@@ -63,8 +63,8 @@ BENCHMARK = Benchmark(
             "pi0": {
                 "gripper": (-1.0, 1.0),
                 "presets": {
-                    "pi0_calvin": {"pi05": False, "horizon": 5, "relative": (), "state_in_prompt": False},
-                    "pi05_calvin": {"pi05": True, "horizon": 5, "relative": (), "state_in_prompt": False},
+                    "pi0_calvin": {"pi05": False, "horizon": 5},
+                    "pi05_calvin": {"pi05": True, "horizon": 5},
                 },
             },
         },

@@ -66,7 +66,7 @@ class Expert:
             self._point, self._actions = next(self._points, self._point), 0
         self._last = place
         self._actions += 1
-        place, angles = self._world.hand_target()
+        place, angles = self._world.robot.target_pos, self._world.robot.target_orn  # which the actions add up to
         wanted = (
             _difference(angle, now)
             for angle, now in zip((_DOWN, -self._point.tilt, self._point.yaw), angles, strict=True)

@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from vla_envs.folders import Checkout, check_installed
 INSTALL = "make setup  (or: pip install 'vla-torchrl[calvin]')"
 _VERSIONS = {"pybullet": "3.2.7"}  # whose physics and renderer results belong to
 _MODULES = {"pybullet": "pybullet", "quaternion": "numpy-quaternion", "git": "gitpython", "scipy": "scipy"}
+_check_modules = partial(check_installed, "CALVIN", _MODULES, _VERSIONS, INSTALL)
 _FILES = (
     *(f"calvin_env/robot/{name}.py" for name in ("robot", "mixed_ik")),
     *("calvin_env/scene/play_table_scene.py", "calvin_env/envs/tasks.py", "calvin_env/utils/utils.py"),
@@ -69,10 +70,6 @@ def check_packages(path: str | None = None) -> None:
     CHECKOUT.find(path)
 
 
-def _check_modules() -> None:
-    check_installed("CALVIN", _MODULES, _VERSIONS, INSTALL)
-
-
 def import_pybullet() -> Any:
     """Import PyBullet, which announces its build on the standard error."""
     with silence():
@@ -81,18 +78,18 @@ def import_pybullet() -> Any:
 
 @dataclass(frozen=True)
 class Calvin:
-    """The parts of calvin_env that are used: its classes, and the modules that call PyBullet by the name ``p``."""
+    """The modules of calvin_env that are used."""
 
-    Robot: Any
-    PlayTableScene: Any
-    StaticCamera: Any
-    GripperCamera: Any
-    Tasks: Any
-    modules: tuple[Any, ...]
+    robot: Any
+    mixed_ik: Any
+    scene: Any
+    static_camera: Any
+    gripper_camera: Any
+    tasks: Any
 
     def use(self, client: Any) -> None:
         """Let what is called next work in the world of a client of PyBullet, which calvin_env does not always name."""
-        for module in self.modules:
+        for module in (self.robot, self.mixed_ik, self.static_camera, self.gripper_camera):  # that call it p
             module.p = client
 
 
@@ -105,22 +102,15 @@ def import_calvin(folder: Path) -> Calvin:
     importlib.invalidate_caches()
     try:
         package = importlib.import_module("calvin_env")
-        names = ("robot.robot", "scene.play_table_scene", "camera.static_camera", "camera.gripper_camera", "envs.tasks")
-        robot, scene, static, gripper, tasks = (importlib.import_module(f"calvin_env.{name}") for name in names)
-        mixed_ik = importlib.import_module("calvin_env.robot.mixed_ik")
+        names = ("robot.robot", "robot.mixed_ik", "scene.play_table_scene")
+        names += ("camera.static_camera", "camera.gripper_camera", "envs.tasks")
+        modules = [importlib.import_module(f"calvin_env.{name}") for name in names]
     finally:
         sys.path.remove(str(folder))
     found = Path(next(iter(package.__path__))).resolve().parent
     if found != folder:
         raise ImportError(f"calvin_env was imported from {found} already, not from {folder}; start a new process")
-    return Calvin(
-        Robot=robot.Robot,
-        PlayTableScene=scene.PlayTableScene,
-        StaticCamera=static.StaticCamera,
-        GripperCamera=gripper.GripperCamera,
-        Tasks=tasks.Tasks,
-        modules=(robot, mixed_ik, static, gripper),
-    )
+    return Calvin(*modules)
 
 
 def import_all() -> None:

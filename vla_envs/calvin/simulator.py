@@ -65,7 +65,7 @@ class CalvinSimulator:
             seed = (episode.seed, zlib.crc32(task.name.encode()), episode.trial_id)
             letter = options["scenes"][np.random.default_rng([*seed, 1]).integers(len(options["scenes"]))]
             self.chain = (task.name,)
-            begin(self.world, letter, start_of(task.name, letter, fixes, *seed))
+            begin(self.world, letter, *start_of(task.name, letter, fixes, *seed))
         else:
             letter = options["scenes"][episode.task_id]
             condition, self.chain = self._chain_of(episode, letter)

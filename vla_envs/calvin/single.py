@@ -7,7 +7,6 @@ The benchmark has none: its tasks come in chains. Everything that is not part of
 from __future__ import annotations
 
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,14 +18,6 @@ from vla_envs.calvin.world import World
 _HEIGHT = 0.04  # of every block, m
 _GRASP_STEPS, _SETTLE_STEPS = 12, 10  # actions
 _STAY_OPEN, _STAY_CLOSED = (np.array([0, 0, 0, 0, 0, 0, grip]) for grip in (1.0, -1.0))
-
-
-class Start(NamedTuple):
-    """An initial state."""
-
-    condition: Condition
-    robot: np.ndarray  # as World.reset takes them
-    scene: np.ndarray
 
 
 @cache
@@ -53,8 +44,11 @@ def _special(condition: Condition) -> list[dict[str, object]]:
     return changes
 
 
-def start_of(task: str, letter: str, fixes: bool, *seed: int) -> Start:
-    """Draw an initial state in which a task is possible; the numbers of ``seed`` fix it."""
+def start_of(task: str, letter: str, fixes: bool, *seed: int) -> tuple[Condition, np.ndarray, np.ndarray]:
+    """Draw a condition in which a task is possible, and robot and scene as ``World.reset`` takes them.
+
+    The numbers of ``seed`` fix it.
+    """
     possible = starts(task)
     condition = possible[np.random.default_rng(seed).integers(len(possible))]
     robot, scene = drawn_state(condition, letter if fixes else "D", *seed)
@@ -68,15 +62,15 @@ def start_of(task: str, letter: str, fixes: bool, *seed: int) -> Start:
         elif where == "stacked_top":
             below = next(other for other in BLOCKS if condition[f"{other}_block"] == "stacked_bottom")
             block[:] = blocks[below] + [0, 0, _HEIGHT + 0.001, 0, 0, 0]
-    return Start(condition, robot, scene)
+    return condition, robot, scene
 
 
-def begin(world: World, letter: str, start: Start) -> None:
+def begin(world: World, letter: str, condition: Condition, robot: np.ndarray, scene: np.ndarray) -> None:
     """Put a world into an initial state, the hand around a block that is held, and let everything come to rest."""
-    world.reset(letter, start.robot, start.scene)
-    held = [number for number, color in enumerate(BLOCKS) if start.condition[f"{color}_block"] == "grasped"]
+    world.reset(letter, robot, scene)
+    held = [number for number, color in enumerate(BLOCKS) if condition[f"{color}_block"] == "grasped"]
     for number in held:
-        world.grasp(number, start.scene[FIRST_BLOCK + 6 * number :][:6], _GRASP_STEPS)
-    if {"grasped", "drawer", "stacked_top"} & {start.condition[f"{color}_block"] for color in BLOCKS}:
+        world.grasp(number, scene[FIRST_BLOCK + 6 * number :][:6], _GRASP_STEPS)
+    if {"grasped", "drawer", "stacked_top"} & {condition[f"{color}_block"] for color in BLOCKS}:
         for _ in range(_SETTLE_STEPS):
             world.step(_STAY_CLOSED if held else _STAY_OPEN)

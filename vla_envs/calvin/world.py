@@ -30,7 +30,7 @@ class World:
         self._settings: dict[str, tuple[Any, Any]] = {}  # of scenes that were loaded and the robot in them
         self._camera_settings = [read_arguments(folder, f"cameras/cameras/{name}") for name in ("static", "gripper")]
         self._calvin = import_calvin(folder)
-        self._oracle = self._calvin.Tasks(**read_arguments(folder, "tasks/new_playtable_tasks"))
+        self._oracle = self._calvin.tasks.Tasks(**read_arguments(folder, "tasks/new_playtable_tasks"))
         with silence():
             self._client: Any = _connect(egl)
 
@@ -51,8 +51,8 @@ class World:
         settings, robot_settings = self._settings[scene]
         parts: dict[str, Any] = {"cid": client._client}
         # Its generator is for places that are not given; all are given below.
-        self.scene = calvin.PlayTableScene(p=client, np_random=np.random.RandomState(0), **parts, **settings)
-        self.robot = calvin.Robot(**parts, **copy.deepcopy(robot_settings))
+        self.scene = calvin.scene.PlayTableScene(p=client, np_random=np.random.RandomState(0), **parts, **settings)
+        self.robot = calvin.robot.Robot(**parts, **copy.deepcopy(robot_settings))
         with silence():
             self.robot.load()
             self.scene.load()
@@ -60,7 +60,10 @@ class World:
         client.setPhysicsEngineParameter(deterministicOverlappingPairs=1)
         parts |= {"robot_id": self.robot.robot_uid, "objects": None}
         static, gripper = copy.deepcopy(self._camera_settings)
-        self._cameras = [calvin.StaticCamera(**static, **parts), calvin.GripperCamera(**gripper, **parts)]
+        self._cameras = [
+            calvin.static_camera.StaticCamera(**static, **parts),
+            calvin.gripper_camera.GripperCamera(**gripper, **parts),
+        ]
         self.scene.reset(objects)
         self.robot.reset(robot)
         client.stepSimulation()
@@ -100,10 +103,6 @@ class World:
         """Return where the finger tips are, m, and the hand's Euler angles, rad; float64 ``[3]`` each."""
         observation = self.states()[0]
         return observation[:3], observation[3:6]
-
-    def hand_target(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the pose that the actions add up to, as :meth:`hand`."""
-        return self.robot.target_pos, self.robot.target_orn
 
     def block(self, color: str) -> tuple[np.ndarray, float]:
         """Return the middle of a block, m, float64 ``[3]``, and its rotation about the vertical, rad."""

@@ -46,7 +46,7 @@ BENCHMARK = Benchmark(
             "lerobot": {"published": {"cameras": ("observation.images.image", "observation.images.image2")}},
             "pi0": {
                 "presets": {
-                    "pi0_libero": {"pi05": False, "horizon": 50, "relative": _ARM, "state_in_prompt": False},
+                    "pi0_libero": {"pi05": False, "horizon": 50, "relative": _ARM},
                     "pi05_libero": {"pi05": True, "horizon": 10, "value_head": (1024, 512, 256)},
                 }
             },

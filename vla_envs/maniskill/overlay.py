@@ -34,10 +34,6 @@ class Overlay:
         self._is_foreground.zero_()
         self._is_foreground[numbers] = True
 
-    def photograph(self, table: int) -> Tensor:
-        """Return the photograph of a table, uint8 ``[480, 640, 3]``."""
-        return self._tables[table]
-
     def foreground(self, segmentation: Tensor) -> Tensor:
         """Find where robot and objects are, bool ``[N, 480, 640]``, from int16 ``[N, 480, 640, 1]``."""
         return self._is_foreground[segmentation[..., 0].long()]

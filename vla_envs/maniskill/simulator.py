@@ -7,6 +7,7 @@ import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from vla_envs.maniskill.expert import Expert
 
 INSTALL = "pip install -c constraints.txt 'vla-torchrl[maniskill]'"
+_check_installed = partial(check_installed, "ManiSkill", {"mani_skill": "mani_skill", "sapien": "sapien"}, {}, INSTALL)
 _ROUNDS = 4  # of a Feistel network: enough to look random
 
 
@@ -210,10 +212,6 @@ def shuffled(place: int, size: int, seed: int) -> int:
         number = left << half | right
         if number < size:
             return number
-
-
-def _check_installed() -> None:
-    check_installed("ManiSkill", {name: name for name in ("mani_skill", "sapien")}, {}, INSTALL)
 
 
 def _render_backend() -> str:

@@ -22,8 +22,8 @@ BENCHMARK = Benchmark(
             "lerobot": {"published": {"cameras": ("observation.image",)}},
             "pi0": {
                 "presets": {
-                    "pi0_metaworld": {"pi05": False, "horizon": 5, "relative": (), "state_in_prompt": False},
-                    "pi05_metaworld": {"pi05": True, "horizon": 5, "relative": (), "state_in_prompt": False},
+                    "pi0_metaworld": {"pi05": False, "horizon": 5},
+                    "pi05_metaworld": {"pi05": True, "horizon": 5},
                 }
             },
         },

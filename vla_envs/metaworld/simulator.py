@@ -41,7 +41,7 @@ class MetaWorldSimulator:
     def reset(self, episode: Episode) -> None:
         task = self.spec.task_of(episode)
         if task != self._task:
-            self._give_back()
+            self.close()
             self._built = self._worlds.world_cache.take(task.name, self.spec)
             self._world, self._task = self._built.env, task
         # Meta-World ignores reset(seed=...): with seeded_rand_vec it draws from np_random instead.
@@ -93,9 +93,6 @@ class MetaWorldSimulator:
         return np.clip(action, -1.0, 1.0).astype(np.float32)
 
     def close(self) -> None:
-        self._give_back()
-
-    def _give_back(self) -> None:
         if self._built is not None:
             self._worlds.world_cache.give_back(self._built, self.spec.options["cache_gigabytes"])
         self._built = self._world = self._task = None

@@ -95,7 +95,13 @@ class Renderer:
         """
         _make_gl_context_current()  # other code in this process may draw too
         culled = look is None or look.camera is None or camera > 0
-        self._update_scene(model, data, self._cameras[camera], self._culling if culled else None)
+        groups, view = model.geom_group.copy(), self._cameras[camera]
+        if culled and self._culling is not None:
+            mujoco.mjv_updateCamera(model, data, view, self._scene)
+            model.geom_group[self._culling.unseen(data, self._scene.camera)] = _UNSEEN
+        everything = mujoco.mjtCatBit.mjCAT_ALL
+        mujoco.mjv_updateScene(model, data, self._options, self._perturbation, view, everything, self._scene)
+        model.geom_group[:] = groups
         if look is not None:
             look.apply(self._scene, camera == 0)
         # Several renderers share the process's graphics context: draw into our own framebuffer, not the last one made.
@@ -103,17 +109,6 @@ class Renderer:
         mujoco.mjr_render(self._viewport, self._scene, self._context)
         mujoco.mjr_readPixels(self._pixels, None, self._viewport, self._context)
         return self._pixels[self._order]
-
-    def _update_scene(
-        self, model: mujoco.MjModel, data: mujoco.MjData, camera: mujoco.MjvCamera, culling: Culling | None
-    ) -> None:
-        groups = model.geom_group.copy()
-        if culling is not None:
-            mujoco.mjv_updateCamera(model, data, camera, self._scene)
-            model.geom_group[culling.unseen(data, self._scene.camera)] = _UNSEEN
-        everything = mujoco.mjtCatBit.mjCAT_ALL
-        mujoco.mjv_updateScene(model, data, self._options, self._perturbation, camera, everything, self._scene)
-        model.geom_group[:] = groups
 
 
 def _make_camera(model: mujoco.MjModel, camera: str | Mapping[str, Any]) -> mujoco.MjvCamera:

@@ -155,11 +155,6 @@ def _longest_name(checkout: Path, what: str, split: str) -> str:
     return max(names[1:] or names, key=len)
 
 
-def describe_package(path: str | None = None, assets_path: str | None = None) -> tuple[str, ...]:
-    """Say what differs from the benchmark in assets and checkout that would be used; stand-ins come first."""
-    return (*describe_assets(assets_path, path), *CHECKOUT.describe(path))
-
-
 def describe_assets(assets_path: str | None = None, path: str | None = None) -> tuple[str, ...]:
     """Say whether the assets that would be used are stand-ins."""
     with contextlib.suppress(OSError, ValueError):

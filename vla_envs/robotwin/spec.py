@@ -16,7 +16,7 @@ from vla_common.errors import unknown_name
 from vla_common.settings import Count, Pixels, checked
 from vla_envs.protocol import are_numbers, check_once, image_shape, list_deviations
 from vla_envs.robotwin.expert import expert_tasks
-from vla_envs.robotwin.package import CHECKOUT, describe_package, longest_sentences
+from vla_envs.robotwin.package import CHECKOUT, describe_assets, longest_sentences
 from vla_envs.robotwin.seeds import EVALUATION, RANGE, seeds_of, solved_seeds
 from vla_envs.simulator import SimulatorSpec, Task
 
@@ -106,6 +106,7 @@ def make_spec(
     shapes = drawn if image_size is None else [_reduced(image_size, drawn)] * len(drawn)
     limits = {name: step_lim or TASKS[name] for name in names}
     demonstrated = set(names) <= set(expert_tasks())
+    found = (*describe_assets(assets_path, path), *CHECKOUT.describe(path))  # stand-ins come first
     options = {
         "task_config": task_config,
         "embodiment": arms,
@@ -140,7 +141,7 @@ def make_spec(
         max_episode_steps=max(limits.values()),
         control_frequency=None,
         protocol=f"{task_config}, {_describe(arms)}, {_SEEDS[seeds]}, {_numbers(limits.values())} actions",
-        protocol_deviations=(*describe_package(path, assets_path), *_deviations(options, drawn, shapes)),
+        protocol_deviations=(*found, *_deviations(options, drawn, shapes)),
         options=options,
     )
 

@@ -117,7 +117,6 @@ class WorkerPool:
         self._settings["ignore_terminations"] = ignore_terminations
         self._slots = [list(range(worker, num_envs, num_workers)) for worker in range(num_workers)]
         self._processes: list[WorkerProcess | None] = [None] * num_workers
-        self._overlap = True  # False: what is sent is waited for at once, and seen where it is received: for tests
         self._under_way: list[deque[_Exchange]] = [deque() for _ in range(num_workers)]  # by worker, in their order
         self.failures = [0] * num_workers  # in a row, of workers that did not say on what
         for worker in range(num_workers):
@@ -353,8 +352,6 @@ class WorkerPool:
         except BaseException:
             self.abandon(exchange.asked)
             raise
-        if not self._overlap:
-            self._finish(exchange)
         return exchange
 
     def _finish(self, exchange: _Exchange) -> dict[int, str]:

@@ -1,4 +1,7 @@
-"""Low-rank adapters on large policies through peft, in peft's own folder layout. Hu et al. 2021, arXiv 2106.09685."""
+"""Low-rank adapters on large policies through peft, in peft's own folder layout. Hu et al. 2021, arXiv 2106.09685.
+
+A ``policy`` is a :class:`~vla_policies.pretrained.PretrainedPolicy`, whose module imports this one.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,16 @@ import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import StringConstraints
-from torch import Tensor, nn
+from torch import nn
 
 from vla_common.checksums import verify_checksums, write_checksums
 from vla_common.plain import read_json
 from vla_common.settings import BelowOne, Positive, Width, check_settings
 from vla_policies.checkpoint.parts import check_finite, in_first
-from vla_policies.checkpoint.weights import Entry, check_layout, fill, list_weights, plain_names
+from vla_policies.checkpoint.weights import Entry, check_layout, fill, list_weights
 from vla_policies.checkpoint.writing import write_safetensors
 
 if TYPE_CHECKING:
@@ -45,23 +48,7 @@ _OTHERS = (
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-class Adaptable(Protocol):
-    """What adapters need of a policy: part of a :class:`~vla_policies.pretrained.PretrainedPolicy`."""
-
-    model: nn.Module
-    lora_targets: Any  # names
-
-    def lora_layers(self, targets: Sequence[str]) -> list[str]:
-        """Return names of the layers of :attr:`model` whose last part is one of ``targets``."""
-
-    def unused(self, key: str) -> bool:
-        """Tell whether nothing reads a tensor of that name."""
-
-    def freeze(self) -> None:
-        """Freeze what is never trained."""
-
-
-def adapt(policy: Adaptable, rank: int | None, alpha: int | None = None, targets: Sequence[str] | None = None) -> None:
+def adapt(policy: Any, rank: int | None, alpha: int | None = None, targets: Sequence[str] | None = None) -> None:
     """Train an adapter of this rank instead of the whole model, or continue with the checkpoint's; ``None`` adds none.
 
     ValueError: ``alpha`` or ``targets`` without ``rank``, or the checkpoint's adapter is another one.
@@ -82,7 +69,7 @@ def adapt(policy: Adaptable, rank: int | None, alpha: int | None = None, targets
         )
 
 
-def add_lora(policy: Adaptable, rank: int = 32, alpha: int | None = None, targets: Sequence[str] | None = None) -> None:
+def add_lora(policy: Any, rank: int = 32, alpha: int | None = None, targets: Sequence[str] | None = None) -> None:
     """Freeze the model and put new float32 adapters on it, which change nothing yet; heads stay trainable.
 
     They are scaled by ``alpha / rank`` (``None``: 1), on layers whose names end in one of ``targets`` (``None``:
@@ -102,7 +89,7 @@ def add_lora(policy: Adaptable, rank: int = 32, alpha: int | None = None, target
     _inject(policy, config)
 
 
-def put_adapter(policy: Adaptable, folder: str | Path) -> dict[str, Entry]:
+def put_adapter(policy: Any, folder: str | Path) -> dict[str, Entry]:
     """Put the layers of an adapter in peft's layout on a policy, on the meta device too, before it is sharded.
 
     Adapters on parts of the vision backbone that never affect the output are skipped; layers that were trained whole
@@ -158,14 +145,14 @@ def read_rank(folder: Path) -> dict[str, Any]:
     return {"lora_rank": _read_config(folder).r, "lora_targets": sorted(layers)}
 
 
-def fill_adapter(policy: Adaptable, entries: Mapping[str, Entry]) -> None:
+def fill_adapter(policy: Any, entries: Mapping[str, Entry]) -> None:
     """Fill the layers of :func:`put_adapter`, each process its part; ValueError for numbers that are not finite."""
     for name, _ in list(policy.model.named_parameters()):
         if (entry := entries.get(_file_name(name))) is not None:
             fill(policy.model, name, entry)
 
 
-def save_adapter(policy: Adaptable, folder: str | Path) -> list[str]:
+def save_adapter(policy: Any, folder: str | Path) -> list[str]:
     """Write the adapter alone, as ``PeftModel.from_pretrained`` reads it; returns names of the files.
 
     Of a sharded policy all processes must call it. ValueError: no adapter, or numbers that are not finite.
@@ -182,7 +169,7 @@ def save_adapter(policy: Adaptable, folder: str | Path) -> list[str]:
     return [_CONFIG, _WEIGHTS]
 
 
-def merge_adapter(policy: Adaptable) -> None:
+def merge_adapter(policy: Any) -> None:
     """Add the adapters to their weights and remove them; the whole model is trainable again. ValueError without one."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -197,23 +184,17 @@ def merge_adapter(policy: Adaptable) -> None:
     policy.freeze()
 
 
-def has_lora(policy: Adaptable) -> bool:
+def has_lora(policy: Any) -> bool:
     """Tell whether there are adapters that were not merged."""
     return hasattr(policy.model, "peft_config")
 
 
-def lora_config(policy: Adaptable) -> LoraConfig:
+def lora_config(policy: Any) -> LoraConfig:
     """Return peft's configuration of the adapter; ValueError without one."""
     if not has_lora(policy):
         raise ValueError("the policy has no LoRA adapter; add_lora(policy) puts one on it")
-    configs: dict[str, LoraConfig] = getattr(policy.model, "peft_config")  # noqa: B009, typed so
-    return configs[_NAME]
-
-
-def plain_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the weights without adapters, by the names they have without any."""
-    weights = model.state_dict()
-    return {plain: weights[name] for plain, name in plain_names(weights).items()}
+    config: LoraConfig = policy.model.peft_config[_NAME]
+    return config
 
 
 def _read_config(folder: Path) -> LoraConfig:
@@ -243,7 +224,7 @@ def _check_ranks(folder: Path, config: LoraConfig, entries: Mapping[str, Entry])
         )
 
 
-def _inject(policy: Adaptable, config: LoraConfig) -> None:
+def _inject(policy: Any, config: LoraConfig) -> None:
     from peft import inject_adapter_in_model
 
     if has_lora(policy):

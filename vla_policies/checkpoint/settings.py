@@ -18,20 +18,6 @@ class SettingError(ValueError):
     """A setting that does not fit; the message begins with its name, so that a caller can add its section."""
 
 
-def merge_settings(
-    policy_class: type[Any], path: Path, options: Mapping[str, Any], settings: Mapping[str, Any]
-) -> tuple[dict[str, Any], bool]:
-    """Return the settings for ``policy_class.config_class``, and whether any was stored; lists become tuples.
-
-    ``options`` were stored with the checkpoint at ``path``, other entries included; ``settings`` are what the user asks
-    for. SettingError: an unknown one, or another value for one that the checkpoint was trained with.
-    """
-    names = [entry.name for entry in fields(policy_class.config_class)]
-    stored = {name: value for name, value in options.items() if name in names}
-    check_unchanged(policy_class, path, stored, settings, policy_class.checkpoint_settings)
-    return as_tuples({**stored, **settings}), bool(stored)
-
-
 def check_unchanged(
     policy_class: type[Any],
     path: Path,

@@ -187,7 +187,6 @@ class FlowPolicy(VLAPolicy):
 
         If all ``K`` steps are stochastic it is that of all, each given where the one before led to: events ``[K]``.
         """
-        self._check_stochastic()
         mean, std, _ = self._stored_steps(tensordict)
         mean, std = self._trained_steps(mean), self._trained_steps(std)
         if self.flow.joint:
@@ -195,7 +194,6 @@ class FlowPolicy(VLAPolicy):
         return StepDistribution(mean.squeeze(-1), std.squeeze(-1)).of(tensordict)
 
     def evaluate_actions(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
-        self._check_stochastic()
         mean, std, value = self._stored_steps(tensordict)
         reached = tensordict.get(keys.DENOISE_CHAIN)[:, 1:]
         log_prob = self._trained(flow.log_prob(reached, mean, std).sum(1))
@@ -206,6 +204,10 @@ class FlowPolicy(VLAPolicy):
 
         ``k`` is ``K`` if all steps are stochastic, otherwise 1; they go through the network in one pass.
         """
+        if self.flow.method == "flow_ode":
+            raise ValueError(
+                "flow_ode has no log-probability; set method='flow_sde', 'flow_noise' or 'flow_cps' to train"
+            )
         chain, step = tensordict.get(keys.DENOISE_CHAIN), tensordict.get(keys.DENOISE_STEP)
         observed, count = self.observe(tensordict), chain.shape[1] - 1
         schedule = flow.times(self.flow.num_steps, chain.device, summed=self.summed_times)
@@ -238,9 +240,3 @@ class FlowPolicy(VLAPolicy):
     def start_iteration(self, iteration: int) -> None:
         first, last, iterations = self.flow.noise_anneal or (self.flow.noise_level, self.flow.noise_level, 1)
         self.noise_level.fill_(first + (last - first) * min(1.0, (iteration - 1) / iterations))
-
-    def _check_stochastic(self) -> None:
-        if self.flow.method == "flow_ode":
-            raise ValueError(
-                "flow_ode has no log-probability; set method='flow_sde', 'flow_noise' or 'flow_cps' to train"
-            )

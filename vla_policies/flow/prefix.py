@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from tensordict import TensorDictBase
@@ -64,8 +64,7 @@ class PrefixCache:
 class PrefixModel(nn.Module):
     """A VLM that reads images and prompt once, and an expert that denoises actions, by a checkpoint's names.
 
-    A family adds ``embed_prefix``, which returns embeddings ``[N, P, width]`` and which of them are valid, and
-    ``velocity``.
+    A family adds ``velocity``. ``patch_width``: numbers that the projector makes a token of; ``bias``: with one.
     """
 
     vlm_path: ClassVar[str]  # where the module is, as those below
@@ -74,7 +73,22 @@ class PrefixModel(nn.Module):
     language_path: ClassVar[str]
     expert_path: ClassVar[str]
 
-    embed_prefix: Callable[..., tuple[Tensor, Tensor]]
+    def __init__(self, config: Any, patch_width: int, bias: bool):
+        super().__init__()
+        self.config, width = config, config.language.width
+        self._place(self.vision_path, Siglip(config.vision))
+        self._place(self.projector_path, nn.Linear(patch_width, width, bias=bias))
+        self._place(self.language_path, Gemma(config.language, config.vocab_size))
+        self._place(self.expert_path, Gemma(config.expert))
+
+    def _place(self, path: str, part: nn.Module) -> None:
+        *outer, last = path.split(".")
+        place: nn.Module = self
+        for name in outer:
+            if not hasattr(place, name):
+                place.add_module(name, nn.Module())
+            place = place.get_submodule(name)
+        place.add_module(last, part)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,7 +120,28 @@ class PrefixModel(nn.Module):
         for part in (self.vision, self.language, self.expert):
             part.gradient_checkpointing = enabled
 
-    def prefix(self, *inputs: Tensor | None, output: bool = False) -> PrefixCache:
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """Return the tokens ``[N, T, width]`` of images float ``[N, 3, H, W]`` from -1 to 1."""
+        return self.projector(self.vision(pixels))
+
+    def embed_prefix(
+        self, pixels: Tensor, tokens: Tensor, token_valid: Tensor, image_valid: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Return the embeddings ``[N, P, width]`` of images and prompt, and which of them are valid, bool ``[N, P]``.
+
+        ``pixels`` are float ``[N, n, 3, H, W]`` from -1 to 1, ``tokens`` int64 ``[N, L]``, ``token_valid`` bool
+        ``[N, L]``, ``image_valid`` bool ``[N, n]`` (``None``: all). An image that no row has should not be passed at
+        all.
+        """
+        count = pixels.shape[1]
+        images = self.embed_images(pixels.flatten(0, 1)).unflatten(0, (-1, count))
+        text = self.language.embed_tokens(tokens) * math.sqrt(self.config.language.width)
+        if image_valid is None:
+            image_valid = token_valid.new_ones(len(tokens), count)
+        patches = image_valid.repeat_interleave(images.shape[2], dim=1)
+        return torch.cat([images.flatten(1, 2), text.to(images.dtype)], dim=1), torch.cat([patches, token_valid], dim=1)
+
+    def prefix(self, *inputs: Tensor, output: bool = False) -> PrefixCache:
         """Compute keys and values of ``embed_prefix(*inputs)``, with ``output`` the last hidden states too."""
         embeddings, valid = self.embed_prefix(*inputs)
         mask = None if bool(valid.all()) else valid[:, None, None, :]

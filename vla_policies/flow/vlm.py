@@ -181,7 +181,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         return compute_device(self.model.action_in_proj.weight)
 
     def lora_layers(self, targets: Sequence[str]) -> list[str]:
-        names = [name for name, _ in self.model.named_modules() if name.rpartition(".")[2] in targets]
+        names = super().lora_layers(targets)
         return [name for name in names if name.startswith(self.expert_prefix) or not self.config.train_expert_only]
 
     def shard_groups(self) -> list[ShardGroup]:
@@ -197,13 +197,10 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     def model_image_size(self) -> tuple[int, int]:
         return (self.model.config.vision.image_size,) * 2
 
-    def read_prefix(self, tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None]:
+    def _prefix(self, tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None]:
         """Return what :meth:`precompute` kept of images and prompt, or compute it; and what the value head reads."""
         if (stored := PrefixCache.from_entries(tensordict)) is not None:
             return stored, tensordict.get(keys.PREFIX_POOLED, None)
-        return self._prefix(tensordict)
-
-    def _prefix(self, tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None]:
         tokens = tensordict.get(keys.PROMPT_TOKENS)
         valid = tokens != self.prompts.padding
         longest = int(valid.sum(1).max())
@@ -229,7 +226,9 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         if not self.prefix_is_frozen:
             return tensordict
         longest = int((tensordict.get(keys.PROMPT_TOKENS) != self.prompts.padding).sum(1).max())
-        needed = self.prefix_bytes(len(tensordict), longest)
+        language, length = self.model.config.language, self.num_images * self.model.config.image_tokens + longest
+        numbers = 2 * language.depth * language.kv_heads * language.head_dim * length
+        needed = len(tensordict) * numbers * self.model.dtype.itemsize
         if needed > self.config.prefix_cache_gb * 1e9:
             warnings.warn(
                 f"what {self.vlm_name} makes of {len(tensordict)} decisions takes {needed / 1e9:.1f} GB, more than "
@@ -237,7 +236,6 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
                 stacklevel=2,
             )
             return tensordict
-        length = self.num_images * self.model.config.image_tokens + longest
         read = tensordict.select(keys.MODEL_IMAGES, *CAMERAS, keys.PROMPT_TOKENS, strict=False)
         kept: dict[Any, Tensor] = {}
         for start, part in zip(range(0, len(read), PREFIX_ROWS), read.split(PREFIX_ROWS), strict=True):
@@ -252,19 +250,12 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
             tensordict.set(key, entry)
         return tensordict
 
-    def prefix_bytes(self, decisions: int, prompt_length: int) -> int:
-        """Return bytes of keys and values that :meth:`precompute` keeps."""
-        language = self.model.config.language
-        tokens = self.num_images * self.model.config.image_tokens + prompt_length
-        numbers = 2 * language.depth * language.kv_heads * language.head_dim * tokens
-        return decisions * numbers * self.model.dtype.itemsize
-
     # ---- flow
 
     def observe(self, tensordict: TensorDictBase) -> Observed:
         states = self.statistics.normalize("state", self.adapter.states(tensordict))
         state = F.pad(states, (0, self.model.config.state_dim - self.state_dim))
-        prefix, pooled = self.read_prefix(tensordict)
+        prefix, pooled = self._prefix(tensordict)
         return Observed(prefix, state, pooled)
 
     def velocity(self, observed: Observed, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:

@@ -187,14 +187,6 @@ def check_type(path: Path, kinds: Iterable[str]) -> dict[str, Any]:
     return config
 
 
-def is_type(path: Path, kinds: Iterable[str]) -> bool:
-    """Tell whether a local folder is a checkpoint of LeRobot of these kinds; raises nothing."""
-    try:
-        return bool(check_type(path, kinds))
-    except (OSError, ValueError):
-        return False
-
-
 def inside(name: Any) -> str:
     """Return the last part of a path that a stranger's file has; ValueError for one that would lead out."""
     last = Path(str(name)).name

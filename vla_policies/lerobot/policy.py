@@ -15,9 +15,10 @@ from vla_common import keys
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.flow.config import VLMFlowConfig
 from vla_policies.flow.heads import save_heads
+from vla_policies.flow.prefix import PrefixCache
 from vla_policies.flow.vlm import VLMFlowPolicy
 from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
-from vla_policies.lerobot.folder import LEROBOT, is_type
+from vla_policies.lerobot.folder import LEROBOT, check_type
 from vla_policies.lerobot.prompts import LinePrompts
 from vla_policies.lerobot.statistics import NO_STATISTICS
 from vla_policies.processing.adapters import get_adapter, published_settings
@@ -85,7 +86,10 @@ class LeRobotPolicy(VLMFlowPolicy):
 
     @classmethod
     def recognises(cls, folder: Path) -> bool:
-        return is_type(folder, cls.checkpoint_class.kinds)
+        try:
+            return bool(check_type(folder, cls.checkpoint_class.kinds))
+        except (OSError, ValueError):
+            return False
 
     def decision_sizes(self) -> tuple[int, int]:
         """Return how many images a decision has and how many actions are denoised, also of a policy without numbers."""
@@ -105,6 +109,9 @@ class LeRobotPolicy(VLMFlowPolicy):
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
         return self.prompts(task_descriptions).to(self.device)
 
+    def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
+        return self.model.prefix(self.pixels(tensordict), tokens, valid, output=output)
+
     def pixels(self, tensordict: TensorDictBase) -> Tensor:
         """Return the cameras as the network sees them: float32 ``[N, n, 3, h, w]`` from -1 to 1."""
         images = tensordict.get(keys.MODEL_IMAGES, None)
@@ -119,7 +126,7 @@ class LeRobotPolicy(VLMFlowPolicy):
 
     def cameras(self, tensordict: TensorDictBase) -> list[Tensor]:
         """Return the cameras in the order of the checkpoint's, see :class:`ModelImages`."""
-        cameras = self.adapter.cameras(tensordict, self.num_images)
+        cameras = super().cameras(tensordict)
         return [cameras[index] for index in self.camera_order]
 
     def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:

@@ -60,9 +60,9 @@ class FeatureStatistics:
         if self.mode == IDENTITY:
             return values
         first, second = self.first.to(values.device), self.second.to(values.device)
-        return (
-            values * second + first if self.mode == MEAN_STD else (values + 1) / 2 * self._span(first, second) + first
-        )
+        if self.mode == MEAN_STD:
+            return values * second + first
+        return (values + 1) / 2 * self._span(first, second) + first
 
     def _span(self, first: Tensor, second: Tensor) -> Tensor:
         return torch.where(second == first, self.epsilon, second - first)

@@ -14,7 +14,6 @@ from vla_policies.openvla.checkpoint import OpenVLACheckpoint
 from vla_policies.openvla.config import OpenVLAOFTConfig, pixels_of
 from vla_policies.openvla.heads import L1Head, ProprioProjector
 from vla_policies.openvla.model import STOP, Prismatic
-from vla_policies.processing.sampling import TokenDistribution
 
 
 class OpenVLAOFT(PrismaticPolicy):
@@ -109,14 +108,6 @@ class OpenVLAOFT(PrismaticPolicy):
             tensordict.set(keys.ACTION, self.to_simulator(self.action_head(states)))
             return self.write_value(tensordict, states[:, 0])
 
-    def get_dist(self, tensordict: TensorDictBase) -> TokenDistribution:
-        self._refuse_l1()
-        return super().get_dist(tensordict)
-
-    def evaluate_actions(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
-        self._refuse_l1()
-        return super().evaluate_actions(tensordict)
-
     def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
         """With the L1 head, the absolute error of normalised actions."""
         if self.action_head is None:
@@ -124,8 +115,9 @@ class OpenVLAOFT(PrismaticPolicy):
         predicted = self.action_head(self.action_states(tensordict))
         return (predicted - self.to_model(tensordict.get(keys.ACTION))).abs().mean(-1)
 
-    def _refuse_l1(self) -> None:
+    def _logits(self, states: Tensor) -> Tensor:
         if self.action_head is not None:
             raise ValueError(
                 "the L1 head has no log-probability; clone with the recipe sft, or set head='tokens' for PPO, GRPO"
             )
+        return super()._logits(states)

@@ -19,6 +19,7 @@ from vla_policies.openvla.heads import L1Head, ProprioProjector
 from vla_policies.openvla.inspection import ACTION_DIM, PROPRIO_DIM
 from vla_policies.openvla.model import BOS, STOP, Prismatic, PrismaticConfig
 from vla_policies.openvla.prompts import PAD, SPACE
+from vla_policies.processing.prompts import make_bpe
 
 _WIDTH, _MLP, _HEADS = 32, 64, 16  # as many heads as the names of the published vision models stand for
 # A checkpoint stores a last block that is never read, and the module has one block fewer than its configuration: of
@@ -114,30 +115,15 @@ def _statistics(action_dim: int, proprio_dim: int) -> dict[str, Any]:
 
 
 def _tokenizer(words: Sequence[str]) -> dict[str, Any]:
-    """Return a ``tokenizer.json`` with Llama-2's special tokens: the words, their beginnings, letters and bytes.
-
-    A token is merged of the one without its last letter and that letter, so that merges never compete.
-    """
+    """Return a ``tokenizer.json`` with Llama-2's special tokens: the words, their beginnings, letters and bytes."""
     names = {"<unk>": 0, "<s>": BOS, "</s>": STOP}
     vocabulary = names | {f"<0x{byte:02X}>": len(names) + byte for byte in range(256)}
     beginnings = sorted({f"▁{word[:stop]}" for word in words for stop in range(1, len(word) + 1)})
     vocabulary |= {text: len(vocabulary) + index for index, text in enumerate(beginnings)}
     letters = [chr(code) for code in range(ord("!"), ord("~") + 1)]
     vocabulary |= {letter: SPACE + index for index, letter in enumerate(["▁", *letters])}
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    added = [{"id": index, "content": text, **special} for text, index in {**names, "<PAD>": PAD}.items()]
     prepend = {"type": "Prepend", "prepend": "▁"}
     replace = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    return {
-        "version": "1.0",
-        "added_tokens": added,
-        "normalizer": {"type": "Sequence", "normalizers": [prepend, replace]},
-        "model": {
-            "type": "BPE",
-            "unk_token": "<unk>",
-            "fuse_unk": True,
-            "byte_fallback": True,
-            "vocab": vocabulary,
-            "merges": [[text[:-1], text[-1]] for text in beginnings],
-        },
-    }
+    blanks = {"type": "Sequence", "normalizers": [prepend, replace]}
+    model = {"unk_token": "<unk>", "fuse_unk": True, "byte_fallback": True}
+    return make_bpe(vocabulary, beginnings, {**names, "<PAD>": PAD}, model, normalizer=blanks)

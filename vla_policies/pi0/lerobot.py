@@ -7,12 +7,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from tensordict import TensorDictBase
 from torch import Tensor
 
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.flow import memory
-from vla_policies.flow.prefix import PrefixCache
 from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
 from vla_policies.lerobot.policy import LeRobotPolicy
 from vla_policies.memory import DecisionMemory
@@ -94,6 +92,3 @@ class LeRobotPi0(LeRobotPolicy):
         if states is None:
             raise ValueError("prompts of pi0.5 list the state; pass states")
         return self.prompts(task_descriptions, self.statistics.normalize("state", states)).to(self.device)
-
-    def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
-        return self.model.prefix(self.pixels(tensordict), None, tokens, valid, output=output)

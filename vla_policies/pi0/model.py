@@ -6,9 +6,9 @@ those of openpi's PyTorch checkpoints.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,13 @@ from torch.nn import functional as F
 
 from vla_policies.flow.prefix import PrefixCache, PrefixModel, outside_stacks
 from vla_policies.flow.steps import embed_time
-from vla_policies.nn.gemma import Gemma, GemmaConfig
-from vla_policies.nn.siglip import Siglip, SiglipConfig
+from vla_policies.nn.gemma import GemmaConfig
+from vla_policies.nn.siglip import SiglipConfig
 
 PREFIX, EXPERT = "paligemma_with_expert.paligemma.", "paligemma_with_expert.gemma_expert."
 _VISION, _TEXT = f"{PREFIX}model.vision_tower.vision_model.", f"{PREFIX}model.language_model."
 _VISION_HEAD_DIM = 72  # of SigLIP so400m
+stays_float32 = partial(outside_stacks, stacks=(PREFIX, EXPERT))  # also in a bfloat16 model
 
 
 @dataclass(frozen=True)
@@ -76,11 +77,6 @@ def published_sizes(pi05: bool) -> Pi0ModelConfig:
     return Pi0ModelConfig(SiglipConfig(), language, expert, 257_152, 32, pi05)
 
 
-def stays_float32(name: str) -> bool:
-    """Tell whether a tensor stays float32 in a bfloat16 model: :func:`~vla_policies.flow.prefix.outside_stacks`."""
-    return outside_stacks(name, (PREFIX, EXPERT))
-
-
 class Pi0Model(PrefixModel):
     """Prefix once, then velocities of noisy actions."""
 
@@ -89,19 +85,8 @@ class Pi0Model(PrefixModel):
     projector_path = f"{PREFIX}model.multi_modal_projector.linear"
 
     def __init__(self, config: Pi0ModelConfig):
-        super().__init__()
-        self.config = config
-        width, expert_width = config.language.width, config.expert.width
-        self.paligemma_with_expert = nn.Module()
-        paligemma = self.paligemma_with_expert.paligemma = nn.Module()
-        paligemma.model = nn.Module()
-        paligemma.model.vision_tower = nn.Module()
-        paligemma.model.vision_tower.vision_model = Siglip(config.vision)
-        paligemma.model.multi_modal_projector = nn.Module()
-        paligemma.model.multi_modal_projector.linear = nn.Linear(config.vision.width, width)
-        paligemma.model.language_model = Gemma(config.language, config.vocab_size)
-        self.paligemma_with_expert.gemma_expert = nn.Module()
-        self.paligemma_with_expert.gemma_expert.model = Gemma(config.expert)
+        super().__init__(config, config.vision.width, bias=True)
+        expert_width = config.expert.width
         self.action_in_proj = nn.Linear(config.action_dim, expert_width)
         self.action_out_proj = nn.Linear(expert_width, config.action_dim)
         if config.pi05:
@@ -111,23 +96,6 @@ class Pi0Model(PrefixModel):
             self.state_proj = nn.Linear(config.state_dim, expert_width)
             self.action_time_mlp_in = nn.Linear(2 * expert_width, expert_width)
             self.action_time_mlp_out = nn.Linear(expert_width, expert_width)
-
-    def embed_prefix(
-        self, pixels: Tensor, image_valid: Tensor | None, tokens: Tensor, token_valid: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Return the embeddings ``[N, P, width]`` of images and prompt, and which of them are valid, bool ``[N, P]``.
-
-        ``pixels`` are float ``[N, n, 3, H, W]`` from -1 to 1, ``image_valid`` bool ``[N, n]`` (``None``: all),
-        ``tokens`` int64 ``[N, L]``, ``token_valid`` bool ``[N, L]``. An image that no row has should not be passed at
-        all.
-        """
-        count = pixels.shape[1]
-        images = self.projector(self.vision(pixels.flatten(0, 1))).unflatten(0, (-1, count))
-        text = self.language.embed_tokens(tokens) * math.sqrt(self.config.language.width)
-        if image_valid is None:
-            image_valid = token_valid.new_ones(len(tokens), count)
-        patches = image_valid.repeat_interleave(self.config.vision.num_patches, dim=1)
-        return torch.cat([images.flatten(1, 2), text.to(images.dtype)], dim=1), torch.cat([patches, token_valid], dim=1)
 
     def embed_suffix(self, noisy_actions: Tensor, time: Tensor, state: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return tokens ``[N, S, width]`` of the expert and the condition ``[N, width]`` of its norms (pi0.5).

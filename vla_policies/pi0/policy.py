@@ -106,10 +106,7 @@ class Pi0(VLMFlowPolicy):
 
     def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
         images = self.model_images(tensordict).permute(0, 1, 4, 2, 3).float() / 127.5 - 1.0
-        return self.model.prefix(images, None, tokens, valid, output=output)
-
-    def cameras(self, tensordict: TensorDictBase) -> list[Tensor]:
-        return self.adapter.cameras(tensordict, self.config.num_images_in_input)
+        return self.model.prefix(images, tokens, valid, output=output)
 
     def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:
         return torch.stack([resize_with_pad(camera, self.model_image_size) for camera in cameras], dim=1)

@@ -22,8 +22,6 @@ PRECISION_BITS = 22
 """Fixed-point fraction of Pillow's resampling weights for 8-bit images: 32 bits less 8 of a pixel and 2 of headroom."""
 
 CROP_AREA = 0.9
-RESIZES = ("bicubic", "lanczos3")
-"""Ways from a camera to the model's size, see :class:`ImagePreprocessor`."""
 
 
 @dataclass(frozen=True)
@@ -63,16 +61,12 @@ class ImagePreprocessor:
         means, stds = (tuple(tuple(rgb) for rgb in config[name]) for name in ("means", "stds"))
         return cls(means, stds, sizes.pop(), resize_method, crop)
 
-    def resize(self, images: Tensor | Sequence[Tensor]) -> Tensor:
-        """Return all that the model sees of its cameras, cropped: uint8 ``[N, n, h, w, 3]``.
+    def resize(self, cameras: Sequence[Tensor]) -> Tensor:
+        """Return all that the model sees of ``n`` cameras, cropped: uint8 ``[N, n, h, w, 3]``.
 
-        ``images`` are uint8 ``[N, n, H, W, 3]``, or of each camera ``[N, H, W, 3]``, of its own size; else ValueError.
+        Each camera is uint8 ``[N, H, W, 3]``, of its own size; else ValueError.
         """
-        if isinstance(images, Tensor):
-            if images.ndim != 5 or images.shape[-1] != 3:
-                raise ValueError(f"images of shape {tuple(images.shape)}; expected [N, images, H, W, 3]")
-            images = images.unbind(1)
-        return torch.stack([self._resize_camera(camera) for camera in images], dim=1)
+        return torch.stack([self._resize_camera(camera) for camera in cameras], dim=1)
 
     def _resize_camera(self, images: Tensor) -> Tensor:
         _check(images)

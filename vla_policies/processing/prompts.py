@@ -32,6 +32,20 @@ def list_states(instructions: Sequence[str], states: Tensor) -> list[str]:
     ]
 
 
+def make_bpe(
+    vocabulary: dict[str, int], merged: Sequence[str], special: dict[str, int], model: dict[str, Any], **parts: Any
+) -> dict[str, Any]:
+    """Return a ``tokenizer.json`` of byte pairs with other ``parts`` and entries of its ``model``.
+
+    A ``merged`` token is made of the one without its last letter and that letter, so that merges never compete.
+    """
+    plain = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    added = [{"id": number, "content": text, **plain} for text, number in special.items()]
+    merges = [[text[:-1], text[-1]] for text in merged]
+    bpe = {"type": "BPE", **model, "vocab": vocabulary, "merges": merges}
+    return {"version": "1.0", "added_tokens": added, **parts, "model": bpe}
+
+
 def read_tokenizer(content: bytes, name: str) -> Any:
     """Make a tokenizer, which neither cuts nor fills up, of a ``tokenizer.json``; ValueError if it is none."""
     from tokenizers import Tokenizer

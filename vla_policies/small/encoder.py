@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from vla_common import keys
-from vla_common.settings import Length, Width
+from vla_common.settings import Length, Width, check_fields
 from vla_common.texts import to_strings
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.policy import VLAPolicy
@@ -66,26 +66,25 @@ class EncoderConfig:
     blind: bool = False
     compute: Compute = "float32"
 
-
-def check_config(config: EncoderConfig) -> None:
-    """Refuse sizes that make no network with a SettingError, and settle what it computes in."""
-    low, high = config.action_low, config.action_high
-    if len(low) != len(high) or not all(one < other for one, other in zip(low, high, strict=True)):
-        raise SettingError(f"action_low={low}: must be as many numbers as action_high={high}, each below it")
-    if config.dim % config.heads:
-        near = max(1, config.dim // config.heads) * config.heads
-        raise SettingError(f"heads={config.heads}: must divide dim={config.dim}; a dim of {near} would do")
-    if any(number % _GROUPS for number in config.channels[1:]):
-        channels = list(config.channels)
-        raise SettingError(f"channels={channels}: the last two must be multiples of {_GROUPS}; type [16,32,48]")
-    if config.crop is not None:
-        top, left, height, width = config.crop
-        if min(height, width) <= 0 or top + height > 1 or left + width > 1:
-            raise SettingError(
-                f"crop={list(config.crop)}: [top, left, height, width] are parts of the image, and what is cut out "
-                "lies within it; type [0.2,0.3,0.6,0.6], or null for all of it"
-            )
-    settle(config)
+    def __post_init__(self) -> None:
+        check_fields(self)
+        low, high = self.action_low, self.action_high
+        if len(low) != len(high) or not all(one < other for one, other in zip(low, high, strict=True)):
+            raise SettingError(f"action_low={low}: must be as many numbers as action_high={high}, each below it")
+        if self.dim % self.heads:
+            near = max(1, self.dim // self.heads) * self.heads
+            raise SettingError(f"heads={self.heads}: must divide dim={self.dim}; a dim of {near} would do")
+        if any(number % _GROUPS for number in self.channels[1:]):
+            channels = list(self.channels)
+            raise SettingError(f"channels={channels}: the last two must be multiples of {_GROUPS}; type [16,32,48]")
+        if self.crop is not None:
+            top, left, height, width = self.crop
+            if min(height, width) <= 0 or top + height > 1 or left + width > 1:
+                raise SettingError(
+                    f"crop={list(self.crop)}: [top, left, height, width] are parts of the image, and what is cut out "
+                    "lies within it; type [0.2,0.3,0.6,0.6], or null for all of it"
+                )
+        settle(self)
 
 
 def make_trunk(config: EncoderConfig) -> nn.TransformerEncoder:
@@ -147,6 +146,8 @@ class SmallEncoder(nn.Module):
 
 class SmallPolicy(VLAPolicy):
     """What small policies leave to their :class:`SmallEncoder`."""
+
+    in_keys = (keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS)
 
     encoder: SmallEncoder
 

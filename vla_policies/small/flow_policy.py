@@ -17,14 +17,7 @@ from vla_policies.checkpoint.settings import SettingError
 from vla_policies.flow.config import FlowConfig
 from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.steps import embed_time
-from vla_policies.small.encoder import (
-    EncoderConfig,
-    SmallEncoder,
-    SmallPolicy,
-    check_config,
-    make_trunk,
-    make_value_head,
-)
+from vla_policies.small.encoder import EncoderConfig, SmallEncoder, SmallPolicy, make_trunk, make_value_head
 from vla_policies.small.precision import computing
 
 
@@ -34,7 +27,7 @@ class SmallFlowConfig(FlowConfig, EncoderConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_config(self)
+        EncoderConfig.__post_init__(self)
         if self.dim % 2:
             raise SettingError(f"dim={self.dim}: must be even: half of it are sines of the time, half cosines")
 
@@ -48,7 +41,6 @@ class SmallFlow(SmallPolicy, FlowPolicy):
 
     family: ClassVar[str] = "small_flow"
     config_class: ClassVar[type[SmallFlowConfig]] = SmallFlowConfig
-    in_keys = (keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS)
     loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, *FlowPolicy.drawn_keys)
 
     center: Tensor

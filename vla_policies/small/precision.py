@@ -28,7 +28,7 @@ def settle(config: Any) -> None:
         warnings.warn(
             "compute=bf16: this processor has no instructions for bfloat16; a step takes many times as long as in "
             "float32; for a new policy type policy.compute=auto",
-            stacklevel=5,
+            stacklevel=4,
         )
 
 

@@ -18,18 +18,10 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
 from vla_common.schema import EnvironmentShape
-from vla_common.settings import check_fields
 from vla_common.texts import to_strings
 from vla_policies.processing.action_tokens import ActionBins
 from vla_policies.processing.sampling import TokenDistribution, soft_cross_entropy
-from vla_policies.small.encoder import (
-    EncoderConfig,
-    SmallEncoder,
-    SmallPolicy,
-    check_config,
-    make_trunk,
-    make_value_head,
-)
+from vla_policies.small.encoder import EncoderConfig, SmallEncoder, SmallPolicy, make_trunk, make_value_head
 from vla_policies.small.precision import computing
 
 NUM_BINS = 41  # of policies that are made for an environment: fewer than published models have learn faster
@@ -49,10 +41,6 @@ class SmallVLAConfig(EncoderConfig):
     critic_detach: bool = True
     value_per_action: bool = False
 
-    def __post_init__(self) -> None:
-        check_fields(self)
-        check_config(self)
-
 
 class SmallVLA(SmallPolicy):
     """See the module's docstring; :class:`~vla_policies.policy.VLAPolicy` has the contract.
@@ -66,7 +54,6 @@ class SmallVLA(SmallPolicy):
 
     family: ClassVar[str] = "small"
     config_class: ClassVar[type[SmallVLAConfig]] = SmallVLAConfig
-    in_keys = (keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS)
     out_keys = (keys.PROMPT_TOKENS, keys.ACTION_TOKENS, keys.ACTION, keys.ACTION_LOG_PROB, keys.STATE_VALUE)
     sample_key = keys.ACTION_TOKENS
     loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, keys.ACTION_TOKENS)

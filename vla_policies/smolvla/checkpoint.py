@@ -57,8 +57,3 @@ class SmolVLACheckpoint(LeRobotCheckpoint):
     @property
     def other_files(self) -> dict[str, Any]:
         return {f"{inside(self.folder.config['vlm_model_name'])}/{CONFIG}": self.vlm} if self.vlm else {}
-
-
-def is_unused(key: str) -> bool:
-    """Tell whether the network reads no tensor of that name: the VLM's ``lm_head``."""
-    return key.startswith(UNUSED)

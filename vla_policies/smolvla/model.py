@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,13 @@ from torch.nn import functional as F
 
 from vla_policies.flow.prefix import PrefixCache, PrefixModel, outside_stacks
 from vla_policies.flow.steps import embed_time
-from vla_policies.nn.gemma import Gemma, GemmaConfig
-from vla_policies.nn.siglip import Siglip, SiglipConfig
+from vla_policies.nn.gemma import GemmaConfig
+from vla_policies.nn.siglip import SiglipConfig
 
 VLM, EXPERT = "vlm_with_expert.vlm.", "vlm_with_expert.lm_expert."
 _VISION, _TEXT, _CONNECTOR = (f"{VLM}model.{part}" for part in ("vision_model.", "text_model.", "connector."))
 _HEAD_DIM = 64  # of both stacks of SmolVLM2-500M and of the expert
+stays_float32 = partial(outside_stacks, stacks=(VLM, EXPERT))  # also in a bfloat16 model
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,6 @@ def published_sizes() -> SmolVLAModelConfig:
     return SmolVLAModelConfig(vision, language, expert, 49_280, 32, 32, shuffle=4)
 
 
-def stays_float32(name: str) -> bool:
-    """Tell whether a tensor stays float32 in a bfloat16 model: :func:`~vla_policies.flow.prefix.outside_stacks`."""
-    return outside_stacks(name, (VLM, EXPERT))
-
-
 class SmolVLAModel(PrefixModel):
     """Prefix once, then velocities of noisy actions."""
 
@@ -100,42 +97,20 @@ class SmolVLAModel(PrefixModel):
     projector_path = f"{_CONNECTOR}modality_projection.proj"
 
     def __init__(self, config: SmolVLAModelConfig):
-        super().__init__()
-        self.config = config
-        width, expert_width = config.language.width, config.expert.width
-        self.vlm_with_expert = nn.Module()
-        vlm = self.vlm_with_expert.vlm = nn.Module()
-        vlm.model = nn.Module()
-        vlm.model.vision_model = Siglip(config.vision)
-        vlm.model.connector = nn.Module()
-        vlm.model.connector.modality_projection = nn.Module()
-        merged = config.vision.width * config.shuffle**2
-        vlm.model.connector.modality_projection.proj = nn.Linear(merged, width, bias=False)
-        vlm.model.text_model = Gemma(config.language, config.vocab_size)
-        self.vlm_with_expert.lm_expert = Gemma(config.expert)
-        self.state_proj = nn.Linear(config.state_dim, width)
+        super().__init__(config, config.vision.width * config.shuffle**2, bias=False)
+        expert_width = config.expert.width
+        self.state_proj = nn.Linear(config.state_dim, config.language.width)
         self.action_in_proj = nn.Linear(config.action_dim, expert_width)
         self.action_out_proj = nn.Linear(expert_width, config.action_dim)
         self.action_time_mlp_in = nn.Linear(2 * expert_width, expert_width)
         self.action_time_mlp_out = nn.Linear(expert_width, expert_width)
 
-    def embed_prefix(self, pixels: Tensor, tokens: Tensor, token_valid: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the embeddings ``[N, P, width]`` of images and prompt, and which of them are valid, bool ``[N, P]``.
-
-        ``pixels`` are float ``[N, n, 3, H, W]`` from -1 to 1, ``tokens`` int64 ``[N, L]``, ``token_valid`` bool
-        ``[N, L]``. Of an image LeRobot masks all tokens that is missing, so that leaving it out is the same.
-        """
-        count, scale = pixels.shape[1], math.sqrt(self.config.language.width)
-        images = self.projector(self._shuffle(self.vision(pixels.flatten(0, 1)))).unflatten(0, (-1, count)) * scale
-        text = self.language.embed_tokens(tokens) * scale
-        valid = torch.cat([token_valid.new_ones(len(tokens), count * images.shape[2]), token_valid], dim=1)
-        return torch.cat([images.flatten(1, 2), text.to(images.dtype)], dim=1), valid
-
-    def _shuffle(self, patches: Tensor) -> Tensor:
-        """Join the patches ``[N, h w, width]`` of each square: ``[N, h w / s^2, s^2 width]``, row by row."""
+    def embed_images(self, pixels: Tensor) -> Tensor:
+        """Join the patches of each square, row by row: of ``[N, h w, width]`` become ``[N, h w / s^2, s^2 width]``."""
         side, step = math.isqrt(self.config.vision.num_patches), self.config.shuffle
-        squares = patches.unflatten(1, (side // step, step, side // step, step))
-        return squares.transpose(2, 3).flatten(3).flatten(1, 2)
+        squares = self.vision(pixels).unflatten(1, (side // step, step, side // step, step))
+        joined = squares.transpose(2, 3).flatten(3).flatten(1, 2)
+        return self.projector(joined) * math.sqrt(self.config.language.width)
 
     def embed_state(self, state: Tensor) -> Tensor:
         """Return the token ``[N, 1, width]`` of a padded state ``[N, state_dim]``."""

@@ -9,11 +9,10 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from vla_policies.flow import memory
-from vla_policies.flow.prefix import PrefixCache
 from vla_policies.flow.vlm import Observed
 from vla_policies.lerobot.policy import LeRobotPolicy
 from vla_policies.memory import DecisionMemory
-from vla_policies.smolvla.checkpoint import FAMILY, SmolVLACheckpoint, is_unused
+from vla_policies.smolvla.checkpoint import FAMILY, UNUSED, SmolVLACheckpoint
 from vla_policies.smolvla.model import EXPERT, SmolVLAModel, published_sizes, stays_float32
 
 
@@ -34,7 +33,7 @@ class SmolVLA(LeRobotPolicy):
     folder: SmolVLACheckpoint
 
     checkpoint_class = SmolVLACheckpoint
-    unused = staticmethod(is_unused)
+    unused = staticmethod(lambda key: key.startswith(UNUSED))
     needs_float32 = staticmethod(stays_float32)
 
     @classmethod
@@ -49,9 +48,6 @@ class SmolVLA(LeRobotPolicy):
     def observe(self, tensordict: TensorDictBase) -> Observed:
         seen = super().observe(tensordict)
         return replace(seen, prefix=self.model.add_state(seen.prefix, seen.state))
-
-    def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
-        return self.model.prefix(self.pixels(tensordict), tokens, valid, output=output)
 
     def velocity(self, observed: Observed, noisy: Tensor, time: Tensor) -> tuple[Tensor, Tensor]:
         return self.model.velocity(observed.prefix, noisy, time)

@@ -15,6 +15,7 @@ from vla_policies.lerobot.folder import ACTION, STATE, LeRobotFolder
 from vla_policies.lerobot.processors import make_processors
 from vla_policies.nn.gemma import GemmaConfig
 from vla_policies.nn.siglip import SiglipConfig
+from vla_policies.processing.prompts import make_bpe
 from vla_policies.smolvla.checkpoint import FAMILY, STEP, UNUSED
 from vla_policies.smolvla.model import SmolVLAModel, SmolVLAModelConfig, stays_float32
 
@@ -85,23 +86,13 @@ def write_tiny(
 
 
 def _tokenizer(words: Sequence[str]) -> dict[str, Any]:
-    """Return a ``tokenizer.json`` like SmolLM2's: bytes, and beginnings of words, with or without a blank before.
-
-    A token is merged of the one without its last letter and that letter, so that merges never compete.
-    """
+    """Return a ``tokenizer.json`` like SmolLM2's: bytes, and beginnings of words, with or without a blank before."""
     from tokenizers.pre_tokenizers import ByteLevel
 
     beginnings = sorted({f"Ġ{word}"[:stop] for word in words for stop in range(2, len(word) + 2)})
     beginnings += sorted({word[:stop] for word in words for stop in range(2, len(word) + 1)})
     names = [*_SPECIAL, *sorted(ByteLevel.alphabet()), *beginnings]
-    special = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
-    return {
-        "version": "1.0",
-        "added_tokens": [{"id": index, "content": text, **special} for index, text in enumerate(_SPECIAL)],
-        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-        "model": {
-            "type": "BPE",
-            "vocab": {text: index for index, text in enumerate(names)},
-            "merges": [[text[:-1], text[-1]] for text in beginnings],
-        },
-    }
+    vocabulary = {text: index for index, text in enumerate(names)}
+    special = {text: vocabulary[text] for text in _SPECIAL}
+    before = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
+    return make_bpe(vocabulary, beginnings, special, {}, pre_tokenizer=before)

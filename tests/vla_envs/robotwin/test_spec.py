@@ -219,9 +219,9 @@ def test_checkout_and_assets_are_found_where_they_are_named(folders, monkeypatch
     assert package.find_assets() == assets
     assert package.describe_assets() == ()
     assert package.missing_assets(assets, ["click_bell"], ["aloha-agilex"], checkout) == []
-    assert package.describe_package() == (f"{checkout} is not RoboTwin at {package.CHECKOUT.commit[:12]}",)
+    assert package.CHECKOUT.describe() == (f"{checkout} is not RoboTwin at {package.CHECKOUT.commit[:12]}",)
     (assets / "STANDIN.json").write_text('{"standin": "robotwin"}')
-    assert package.describe_package()[0].startswith("STAND-IN objects and arms")
+    assert package.describe_assets()[0].startswith("STAND-IN objects and arms")
     spec = make_spec("robotwin/click_bell")
     assert spec.protocol_deviations[0].startswith("STAND-IN objects and arms")
     with pytest.raises(FileNotFoundError, match="no checkout of RoboTwin"):

@@ -9,11 +9,12 @@ from lerobot_checkpoint import SMOLVLA, change_json, golden, make_checkpoint, ma
 from safetensors.torch import load_file, save_file
 
 from vla_policies.checkpoint.weights import load_weights
-from vla_policies.lerobot.folder import PROCESSORS, is_type
+from vla_policies.lerobot.folder import PROCESSORS
 from vla_policies.lerobot.prompts import LinePrompts
 from vla_policies.lerobot.statistics import FeatureStatistics
 from vla_policies.processing.images import interpolate_with_pad
-from vla_policies.smolvla.checkpoint import SmolVLACheckpoint, is_unused
+from vla_policies.smolvla import SmolVLA
+from vla_policies.smolvla.checkpoint import SmolVLACheckpoint
 
 OPTIONS = {"family": "smolvla", "num_action_chunks": 3, "num_steps": 4}
 
@@ -90,7 +91,7 @@ def test_every_mode_of_normalisation():
 def test_what_is_written_is_what_was_read(folder, tmp_path):
     checkpoint = SmolVLACheckpoint.read(folder)
     model, entries = checkpoint.empty_model()
-    unused = load_weights(model, entries, unused=is_unused)
+    unused = load_weights(model, entries, unused=SmolVLA.unused)
     assert list(unused) == ["vlm_with_expert.vlm.lm_head.weight"]
     copy = tmp_path / "copy"
     files = checkpoint.write(copy, {**model.state_dict(), **unused}, OPTIONS)
@@ -233,7 +234,7 @@ def spoil(folder, what):
     ],
 )
 def test_a_wrong_folder_is_one_line(folder, what, message):
-    assert is_type(folder, ["smolvla"])
+    assert SmolVLA.recognises(folder)
     spoil(folder, what)
     with pytest.raises((ValueError, FileNotFoundError)) as refused:
         read_all(folder)

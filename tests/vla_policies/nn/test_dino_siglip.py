@@ -57,8 +57,9 @@ def backbone(weights):
 
 
 def pixels_of(preprocessor, images):
-    """What the vision backbone sees."""
-    return preprocessor.normalize(preprocessor.resize(images))
+    """What the vision backbone sees of cameras, or of images ``[N, n, H, W, 3]``."""
+    cameras = images.unbind(1) if isinstance(images, torch.Tensor) else images
+    return preprocessor.normalize(preprocessor.resize(cameras))
 
 
 def shapes_of(tensors):
@@ -139,7 +140,7 @@ def test_a_jpeg_round_trip_equals_tensorflow_in_every_bit(tensorflow, frame):
 @pytest.mark.parametrize("frame", FRAMES)
 @pytest.mark.parametrize("crop", [False, True])
 def test_pixels_of_openvla_oft_equal_tensorflow_within_one_level(tensorflow, frame, crop):
-    images = tensorflow[f"frame/{frame}"][None, None]
+    images = [tensorflow[f"frame/{frame}"][None]]
     seen = ImagePreprocessor(resize_method="lanczos3", crop=crop).resize(images)[0, 0, ::3, ::3].int()
     difference = (seen - tensorflow[f"{'crop' if crop else 'lanczos3'}/{frame}"].int()).abs()
     assert difference.max() <= 1
@@ -154,7 +155,7 @@ def test_cameras_of_different_sizes_are_each_resized_from_what_they_saw(tensorfl
     seen = preprocessor.resize(cameras)
     assert seen.shape == (1, 2, 224, 224, 3)
     for number, camera in enumerate(cameras):
-        assert torch.equal(seen[:, number], preprocessor.resize(camera.unsqueeze(1))[:, 0])
+        assert torch.equal(seen[:, number], preprocessor.resize([camera])[:, 0])
     assert pixels_of(preprocessor, cameras).shape == (1, 12, 224, 224)
 
 
@@ -199,7 +200,7 @@ def test_the_options_of_the_preprocessor_do_something(golden):
 
 def test_unusable_images_and_preprocessors_are_refused(preprocessor):
     images = random_images(2, 8, 8)
-    with pytest.raises(ValueError, match=r"expected \[N, images, H, W, 3\]"):
+    with pytest.raises(ValueError, match=r"expected torch.uint8 RGB \[N, H, W, 3\]"):
         pixels_of(preprocessor, images)
     for refuse in (resize_exact, resize_lanczos3):
         with pytest.raises(ValueError, match=r"torch.float32 .* expected torch.uint8 RGB \[N, H, W, 3\]"):

@@ -64,7 +64,7 @@ def stored(data, prompts):
 def test_hidden_states_of_a_whole_right_padded_sequence(make, data):
     model = make().model
     preprocessor = make().preprocessor
-    pixels = preprocessor.normalize(preprocessor.resize(data["images"].unsqueeze(1)))
+    pixels = preprocessor.normalize(preprocessor.resize([data["images"]]))
     patches = model.image_tokens(pixels)
     assert_near(patches[:, ::STRIDE], data["projected_strided"], through(model.vision_backbone, model.projector))
     words = model.language_model.embed(data["input_ids"])
@@ -98,7 +98,7 @@ def test_loss_and_gradients_match_the_reference(make, data, stored, gradient_che
     model, preprocessor = policy.model, policy.preprocessor
     for part in (model.vision_backbone.featurizer, model.vision_backbone.fused_featurizer, model.language_model):
         assert part.gradient_checkpointing == gradient_checkpointing
-    pixels = preprocessor.normalize(preprocessor.resize(data["images"].unsqueeze(1)))
+    pixels = preprocessor.normalize(preprocessor.resize([data["images"]]))
     prefix = model.prefix(pixels, stored[keys.PROMPT_TOKENS])
     states = model.action_states(prefix, model.language_model.embed(data["action_tokens"]), 8, causal=True)
     labels = F.pad(data["action_tokens"], (0, 1), value=STOP)

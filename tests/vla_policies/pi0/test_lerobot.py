@@ -83,7 +83,7 @@ def test_images_prefix_loss_and_gradients_are_lerobots(load, folder, of, seen, r
         expected = recorded[f"prepared_image_{number}_strided"]
         torch.testing.assert_close(pixels[:, number, :, ::7, ::7], expected, rtol=0, atol=1e-5)
     valid = recorded["token_mask"]
-    embeddings, seen_by_all = policy.model.embed_prefix(pixels, None, recorded["tokens"], valid)
+    embeddings, seen_by_all = policy.model.embed_prefix(pixels, recorded["tokens"], valid)
     empty = recorded["prefix_pad_mask"].shape[1] - seen_by_all.shape[1]  # a camera that is masked, before the words
     whole = torch.cat([embeddings[:, : -valid.shape[1]], torch.full((2, empty, 48), torch.nan)], dim=1)
     whole = torch.cat([whole, embeddings[:, -valid.shape[1] :]], dim=1)[:, ::8]
