@@ -102,8 +102,8 @@ def import_calvin(folder: Path) -> Calvin:
     importlib.invalidate_caches()
     try:
         package = importlib.import_module("calvin_env")
-        names = ("robot.robot", "robot.mixed_ik", "scene.play_table_scene")
-        names += ("camera.static_camera", "camera.gripper_camera", "envs.tasks")
+        names = ["robot.robot", "robot.mixed_ik", "scene.play_table_scene"]
+        names += ["camera.static_camera", "camera.gripper_camera", "envs.tasks"]
         modules = [importlib.import_module(f"calvin_env.{name}") for name in names]
     finally:
         sys.path.remove(str(folder))
