@@ -6,9 +6,11 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
+
+Perturbation = Literal["start", "camera", "light", "distractors"]  # kinds of stress that need a benchmark's help
 
 
 def is_whole_number(value: Any) -> bool:
@@ -161,7 +163,7 @@ class SimulatorSpec:
         protocol: under which results are measured, in a line, where there are several; shown with every result.
         protocol_deviations: what differs from the benchmark's own protocol, or from the one named; shown likewise.
         options: what else the simulator reads of its ``spec`` (camera, render quality, ...).
-        perturbs: the kinds of stress (``KINDS`` of :mod:`vla_envs.stress`) that the simulator's ``perturb`` knows.
+        perturbs: the kinds of stress that the simulator's ``perturb`` knows.
         stress: strengths by kind under which episodes run, none of them 0; set by :func:`vla_envs.stress.stressed`.
     """
 
@@ -188,7 +190,7 @@ class SimulatorSpec:
     protocol: str = ""
     protocol_deviations: tuple[str, ...] = ()
     options: Mapping[str, Any] = field(default_factory=dict)
-    perturbs: tuple[str, ...] = ()
+    perturbs: tuple[Perturbation, ...] = ()
     stress: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -210,6 +212,7 @@ class SimulatorSpec:
                 known,
                 f"the {self.action_dim} numbers of an action that does nothing, a function of the states, or None",
             ),
+            ("perturbs", {*self.perturbs} <= {*get_args(Perturbation)}, f"some of {get_args(Perturbation)}"),
             ("protocol", isinstance(self.protocol, str) and "\n" not in self.protocol, "one line of text, or ''"),
         ):
             if not right:

@@ -16,9 +16,9 @@ import numpy as np
 
 from vla_common import keys
 from vla_common.settings import Fraction, checked
-from vla_envs.simulator import Episode, Observation, Outcome, Simulator, SimulatorSpec, Task
+from vla_envs.simulator import Episode, Observation, Outcome, Perturbation, Simulator, SimulatorSpec, Task
 
-Kind = Literal["start", "camera", "light", "distractors", "noise", "wording"]
+Kind = Literal[Perturbation, "noise", "wording"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 GENERIC = ("noise", "wording")  # that need nothing of a benchmark
 NOISE = 50.0  # standard deviation at strength 1, of 255

@@ -360,6 +360,7 @@ def test_results_name_their_protocol(tmp_path):
         ({"tasks": (Task("push", ""),)}, "tasks is .* must be one or more, with sentences"),
         ({"trials": 0}, "trials is 0, must be a whole number, at least 1"),
         ({"max_episode_steps": 0}, "max_episode_steps is 0, must be at least 1"),
+        ({"perturbs": ("camrea",)}, "perturbs is .*camrea.* must be some of .*camera"),
         ({"action_low": (1.0,), "action_high": (-1.0,)}, r"action_low is \(1\.0,\), must be below action_high"),
         ({"action_low": (-1.0,), "action_high": (1.0, 1.0)}, r"action_high is .* must be 1 numbers like action_low"),
     ],
