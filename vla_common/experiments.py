@@ -22,7 +22,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from vla_common.registry import config_packages
 
 GROUP = "experiment"
-_PLAIN = re.compile(r"[A-Za-z_./][\w./-]*|[0-9]+-[0-9]+")  # a text that Hydra reads as one without quotes
+_PLAIN = re.compile(r"[A-Za-z_./][\w./+-]*|[0-9]+-[0-9]+")  # a text that Hydra reads as one without quotes
 _WORDS = ("true", "false", "null", "inf", "nan")
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast
 

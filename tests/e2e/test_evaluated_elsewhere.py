@@ -85,7 +85,7 @@ def test_its_policy_is_evaluated_as_it_was_trained_or_where_the_run_was(elsewher
     *_, line = (each for each in (elsewhere / "said.txt").read_text().splitlines() if each.startswith("evaluate "))
     typed = shlex.split(line)[shlex.split(line).index("evaluate", 1) + 1 :]  # what the run said at its end
     assert typed[0] == f"policy.checkpoint={elsewhere / 'policy'}"
-    assert {f"env.id='{SUITE}'", "env.reset_ranges=null", "env.num_envs=1", "eval.trials=2"} >= set(typed[1:])
+    assert {f"env.id={SUITE}", "env.reset_ranges=null", "env.num_envs=1", "eval.trials=2"} >= set(typed[1:])
     own = [*TOY[1:4], "policy.chunk_size=3", "eval.videos=0"]  # what the folder adds where it is typed in a shell
     done = recipe_here("evaluate", tmp_path / "there", *own, *typed)
     assert f"was trained otherwise: env.id={SUITE}, not metaworld/button" in done.stdout
