@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self
 
 import torch
 from pydantic import StringConstraints
@@ -35,6 +35,17 @@ from vla_policies.policy import Sharding, VLAPolicy, given_shard
 from vla_policies.sharding import place, storage_device
 
 Device = Annotated[str, StringConstraints(pattern=r"^(cpu|cuda(:[0-9]+)?|mps)$")]
+
+
+class Checkpoint(Protocol):
+    """A checkpoint folder without its weights; ``options`` are empty for a published one."""
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """What the policy that was saved here was set to."""
+
+    def empty_model(self) -> tuple[nn.Module, dict[str, Entry]]:
+        """Build the model on the meta device; returns it and the tensors to fill it with."""
 
 
 class PretrainedPolicy(VLAPolicy):
@@ -68,12 +79,8 @@ class PretrainedPolicy(VLAPolicy):
 
     @classmethod
     @abstractmethod
-    def read_checkpoint(cls, folder: Path) -> Any:
-        """Read the small files of a local folder and the headers of its weights, or FileNotFoundError, ValueError.
-
-        Of what is returned ``options`` are what the policy that was saved here was set to, empty for a published one;
-        ``empty_model()`` builds the model on the meta device, and returns it and the tensors to fill it with.
-        """
+    def read_checkpoint(cls, folder: Path) -> Checkpoint:
+        """Read the small files of a local folder and the headers of its weights, or FileNotFoundError, ValueError."""
 
     @abstractmethod
     def write_checkpoint(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
@@ -254,7 +261,7 @@ class PretrainedPolicy(VLAPolicy):
             raise ValueError(f"policy={cls.family} starts from a checkpoint; type policy.checkpoint=FOLDER, or hf:NAME")
         check_settings("", settings, cls.setting_types())
 
-        def complete(policy: VLAPolicy) -> None:
+        def complete(policy: Any) -> None:
             adapt(policy, lora_rank, lora_alpha, lora_targets)
             if shard is not None:
                 shard(policy)

@@ -1,7 +1,4 @@
-"""Low-rank adapters on large policies through peft, in peft's own folder layout. Hu et al. 2021, arXiv 2106.09685.
-
-A ``policy`` is a :class:`~vla_policies.pretrained.PretrainedPolicy`, whose module imports this one.
-"""
+"""Low-rank adapters on large policies through peft, in peft's own folder layout. Hu et al. 2021, arXiv 2106.09685."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Protocol
 
 from pydantic import StringConstraints
 from torch import nn
@@ -48,7 +45,23 @@ _OTHERS = (
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
-def adapt(policy: Any, rank: int | None, alpha: int | None = None, targets: Sequence[str] | None = None) -> None:
+class Adaptable(Protocol):
+    """What adapters need of a policy: part of a :class:`~vla_policies.pretrained.PretrainedPolicy`."""
+
+    model: nn.Module
+    lora_targets: Any  # names
+
+    def lora_layers(self, targets: Sequence[str]) -> list[str]:
+        """Return names of the layers of :attr:`model` whose last part is one of ``targets``."""
+
+    def unused(self, key: str) -> bool:
+        """Tell whether nothing reads a tensor of that name."""
+
+    def freeze(self) -> None:
+        """Freeze what is never trained."""
+
+
+def adapt(policy: Adaptable, rank: int | None, alpha: int | None = None, targets: Sequence[str] | None = None) -> None:
     """Train an adapter of this rank instead of the whole model, or continue with the checkpoint's; ``None`` adds none.
 
     ValueError: ``alpha`` or ``targets`` without ``rank``, or the checkpoint's adapter is another one.
@@ -69,7 +82,7 @@ def adapt(policy: Any, rank: int | None, alpha: int | None = None, targets: Sequ
         )
 
 
-def add_lora(policy: Any, rank: int = 32, alpha: int | None = None, targets: Sequence[str] | None = None) -> None:
+def add_lora(policy: Adaptable, rank: int = 32, alpha: int | None = None, targets: Sequence[str] | None = None) -> None:
     """Freeze the model and put new float32 adapters on it, which change nothing yet; heads stay trainable.
 
     They are scaled by ``alpha / rank`` (``None``: 1), on layers whose names end in one of ``targets`` (``None``:
@@ -89,7 +102,7 @@ def add_lora(policy: Any, rank: int = 32, alpha: int | None = None, targets: Seq
     _inject(policy, config)
 
 
-def put_adapter(policy: Any, folder: str | Path) -> dict[str, Entry]:
+def put_adapter(policy: Adaptable, folder: str | Path) -> dict[str, Entry]:
     """Put the layers of an adapter in peft's layout on a policy, on the meta device too, before it is sharded.
 
     Adapters on parts of the vision backbone that never affect the output are skipped; layers that were trained whole
@@ -145,14 +158,14 @@ def read_rank(folder: Path) -> dict[str, Any]:
     return {"lora_rank": _read_config(folder).r, "lora_targets": sorted(layers)}
 
 
-def fill_adapter(policy: Any, entries: Mapping[str, Entry]) -> None:
+def fill_adapter(policy: Adaptable, entries: Mapping[str, Entry]) -> None:
     """Fill the layers of :func:`put_adapter`, each process its part; ValueError for numbers that are not finite."""
     for name, _ in list(policy.model.named_parameters()):
         if (entry := entries.get(_file_name(name))) is not None:
             fill(policy.model, name, entry)
 
 
-def save_adapter(policy: Any, folder: str | Path) -> list[str]:
+def save_adapter(policy: Adaptable, folder: str | Path) -> list[str]:
     """Write the adapter alone, as ``PeftModel.from_pretrained`` reads it; returns names of the files.
 
     Of a sharded policy all processes must call it. ValueError: no adapter, or numbers that are not finite.
@@ -169,7 +182,7 @@ def save_adapter(policy: Any, folder: str | Path) -> list[str]:
     return [_CONFIG, _WEIGHTS]
 
 
-def merge_adapter(policy: Any) -> None:
+def merge_adapter(policy: Adaptable) -> None:
     """Add the adapters to their weights and remove them; the whole model is trainable again. ValueError without one."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -184,17 +197,17 @@ def merge_adapter(policy: Any) -> None:
     policy.freeze()
 
 
-def has_lora(policy: Any) -> bool:
+def has_lora(policy: Adaptable) -> bool:
     """Tell whether there are adapters that were not merged."""
     return hasattr(policy.model, "peft_config")
 
 
-def lora_config(policy: Any) -> LoraConfig:
+def lora_config(policy: Adaptable) -> LoraConfig:
     """Return peft's configuration of the adapter; ValueError without one."""
     if not has_lora(policy):
         raise ValueError("the policy has no LoRA adapter; add_lora(policy) puts one on it")
-    config: LoraConfig = policy.model.peft_config[_NAME]
-    return config
+    configs: dict[str, LoraConfig] = getattr(policy.model, "peft_config")  # noqa: B009, typed so
+    return configs[_NAME]
 
 
 def _read_config(folder: Path) -> LoraConfig:
@@ -224,7 +237,7 @@ def _check_ranks(folder: Path, config: LoraConfig, entries: Mapping[str, Entry])
         )
 
 
-def _inject(policy: Any, config: LoraConfig) -> None:
+def _inject(policy: Adaptable, config: LoraConfig) -> None:
     from peft import inject_adapter_in_model
 
     if has_lora(policy):

@@ -126,7 +126,7 @@ class LeRobotPolicy(VLMFlowPolicy):
 
     def cameras(self, tensordict: TensorDictBase) -> list[Tensor]:
         """Return the cameras in the order of the checkpoint's, see :class:`ModelImages`."""
-        cameras = super().cameras(tensordict)
+        cameras = self.adapter.cameras(tensordict, self.num_images)
         return [cameras[index] for index in self.camera_order]
 
     def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:

@@ -108,6 +108,9 @@ class Pi0(VLMFlowPolicy):
         images = self.model_images(tensordict).permute(0, 1, 4, 2, 3).float() / 127.5 - 1.0
         return self.model.prefix(images, tokens, valid, output=output)
 
+    def cameras(self, tensordict: TensorDictBase) -> list[Tensor]:
+        return self.adapter.cameras(tensordict, self.config.num_images_in_input)
+
     def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:
         return torch.stack([resize_with_pad(camera, self.model_image_size) for camera in cameras], dim=1)
 

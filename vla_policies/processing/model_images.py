@@ -38,10 +38,9 @@ class ModelImages:
     def model_image_size(self) -> tuple[int, int]:
         """Height and width of the model's input."""
 
+    @abstractmethod
     def cameras(self, tensordict: TensorDictBase) -> list[Tensor]:
         """Return the cameras that the model looks at, as observed: uint8 ``[N, H, W, 3]`` each."""
-        policy: Any = self
-        return policy.adapter.cameras(tensordict, policy.num_images)
 
     @abstractmethod
     def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:
