@@ -1,7 +1,5 @@
 """What ``rollouts.py`` compares CALVIN with: both cameras drawn after every action, as calvin_env does."""
 
-from __future__ import annotations
-
 import argparse
 
 import numpy as np

@@ -8,8 +8,6 @@ several (gloo, on the CPU) that have the weights in parts. Everything is written
     python benchmarks/checkpoints.py --processes 2 --folder /mnt/network_disk
 """
 
-from __future__ import annotations
-
 import argparse
 import multiprocessing
 import os

@@ -14,8 +14,6 @@ after the other in each repetition. A policy of random actions sleeps as long as
 work: in proportion to its batch, and as long for any batch.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from functools import partial

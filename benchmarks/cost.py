@@ -11,8 +11,6 @@ recipes'. Hours are of one process with the environments that it has here (``env
     python -m benchmarks.cost libero_grpo_openvlaoft --random middle env.num_envs=2
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import platform

@@ -3,8 +3,6 @@
 ``python benchmarks/curves.py RUN RUN RUN --output curves.png``; ``vla-recipe report RUN RUN RUN`` has more of them.
 """
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 

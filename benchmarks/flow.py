@@ -3,8 +3,6 @@
 Training code that has only one forward pass computes images and prompt at every denoising step, and in every minibatch.
 """
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 

@@ -9,8 +9,6 @@ The checkpoints are random; nothing is downloaded.
     python benchmarks/gpu_check.py --tiny                             # the same code on a CPU, in toy sizes
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

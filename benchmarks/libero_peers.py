@@ -1,7 +1,5 @@
 """LIBERO as the field runs it, for ``rollouts.py``; its resets and its memory."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -1,7 +1,5 @@
 """What ``rollouts.py`` compares ManiSkill on a CPU with: ManiSkill's own step."""
 
-from __future__ import annotations
-
 import argparse
 import os
 

@@ -1,7 +1,5 @@
 """Meta-World as the field runs it, for ``rollouts.py``."""
 
-from __future__ import annotations
-
 import argparse
 from functools import partial
 from typing import Any

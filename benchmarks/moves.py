@@ -3,8 +3,6 @@
 python -m benchmarks.moves [--tasks 0 4 --trials 5]
 """
 
-from __future__ import annotations
-
 import argparse
 
 import numpy as np

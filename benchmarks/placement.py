@@ -5,8 +5,6 @@ as long with both: in one process, in two that take turns (``sync.lag=0``), and 
 (``sync.lag=1``). Weights and metrics of the two are compared with those of one process, bit by bit.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import time

@@ -4,8 +4,6 @@ Implementations that take logits from the model's forward pass compute float32 l
 mask those that are no action tokens; ours are of 256 rows at the action positions: see :mod:`cost`.
 """
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Callable
 from pathlib import Path

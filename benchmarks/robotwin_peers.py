@@ -5,8 +5,6 @@ numpy 2, is replaced as everywhere here; its TOPP is computed by toppra alone, a
 rasteriser, too: the ray tracer, which it asks for, would take 100 times as long on a CPU.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -31,8 +31,6 @@ Mesa's software rasteriser takes ``LP_NUM_THREADS`` threads per process: 1 for V
     python benchmarks/rollouts.py --env robotwin/place_empty_cup --envs 2
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -3,8 +3,6 @@
 python -m benchmarks.serving [--seconds 4]
 """
 
-from __future__ import annotations
-
 import argparse
 import asyncio
 import threading

@@ -12,8 +12,6 @@ folder (three times the checkpoint) and deleted.
     python benchmarks/sharded_checkpoints.py --lora 32 --processes 4
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import json
@@ -98,7 +96,7 @@ def write_checkpoint(folder: Path, layers: int) -> int:
 class Peak:
     """The most private memory of this process in bytes, beyond what it had before; and the seconds that passed."""
 
-    def __enter__(self) -> Peak:
+    def __enter__(self) -> "Peak":
         gc.collect()
         self._before = self.bytes = private_memory()
         self._ended, self._clock = threading.Event(), time.perf_counter()

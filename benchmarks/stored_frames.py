@@ -10,8 +10,6 @@ of one batch as observed. With ``cameras`` the policy stores what was observed, 
 the GRPO half of the groups have no signal. Each line is a process of its own.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """What benchmarks of rollouts share: CPU time and memory of all processes, and something to time."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections.abc import Callable, Iterator

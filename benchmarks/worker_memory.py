@@ -4,8 +4,6 @@
 runs five actions and two frames in each, and prints the proportional set size (``Pss`` of ``smaps_rollup``) in GB.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 from pathlib import Path

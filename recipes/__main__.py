@@ -5,8 +5,6 @@
 ``vla-recipe export FOLDER --layout lerobot``, ``vla-recipe serve FOLDER``.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import filecmp

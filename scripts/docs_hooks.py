@@ -9,8 +9,6 @@ A notebook, docs/notebooks/NAME.py, is a page with what its cells put out. It is
 not again before a line of it or of the library changes.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib.util
 import logging

@@ -7,8 +7,6 @@ reference has no such place, the name alone is shown. ``text::`` before a block 
 ``Examples:`` that Griffe knows.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

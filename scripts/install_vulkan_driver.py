@@ -5,8 +5,6 @@ It takes Mesa's lavapipe 25.0 from Debian's backports and unpacks it into ``~/.c
 the driver is linked against. Where SAPIEN can draw already, it does nothing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

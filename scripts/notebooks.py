@@ -1,7 +1,5 @@
 """Notebooks of docs/notebooks, written as text (jupytext's py:percent): run them, and show them as Markdown."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

@@ -6,8 +6,6 @@ An ``observe`` gets the policy's inputs, batch ``[N]``, with ``episode_index`` (
 -1 where there is none) and ``decision_index`` (0 in an episode's first decision), and returns what the policy sees.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import shutil
@@ -209,7 +207,7 @@ class SeenImages:
         self._folder.mkdir(exist_ok=True)
         self._decisions: dict[int, int] = {}  # how many there are of an episode, here and, once joined, elsewhere
 
-    def __enter__(self) -> SeenImages:
+    def __enter__(self) -> "SeenImages":
         return self
 
     def __exit__(self, failed: object, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Advantages over decisions: a chunk of primitive actions is one time step, or each of its actions is."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

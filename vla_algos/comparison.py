@@ -1,7 +1,5 @@
 """Two evaluations of the same episodes, compared episode by episode."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ class Row:
     difference: Estimate
 
     @classmethod
-    def of(cls, pairs: Sequence[tuple[EpisodeResult, EpisodeResult]]) -> Row:
+    def of(cls, pairs: Sequence[tuple[EpisodeResult, EpisodeResult]]) -> "Row":
         """Compare the success of pairs by :func:`~vla_algos.intervals.paired_difference`."""
         outcomes = [(first.success_once, second.success_once) for first, second in pairs]
         first, second = (sum(each) / len(pairs) for each in zip(*outcomes, strict=True))

@@ -10,8 +10,6 @@ do alone; within a :func:`subgroup`, such as the processes of one role, that of 
 policies go over the groups of :func:`device_mesh` (NCCL on GPUs), which all reach within ten minutes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import io

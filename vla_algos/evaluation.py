@@ -1,7 +1,5 @@
 """Evaluation on fixed episodes: every episode counts, whichever finishes first."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import warnings
@@ -74,7 +72,7 @@ class EvaluationResult:
     protocol_deviations: tuple[str, ...] = ()
 
     @classmethod
-    def interleaved(cls, parts: Sequence[EvaluationResult]) -> EvaluationResult:
+    def interleaved(cls, parts: "Sequence[EvaluationResult]") -> "EvaluationResult":
         """Join the results of an evaluation of which part ``p`` of ``P`` has every ``P``-th episode from ``p`` on."""
         length = sum(len(part.episodes) for part in parts)
         episodes = [parts[index % len(parts)].episodes[index // len(parts)] for index in range(length)]
@@ -88,7 +86,7 @@ class EvaluationResult:
         return cls(episodes, videos, broken, captions, parts[0].chain_length, parts[0].mean_of)
 
     @classmethod
-    def load(cls, path: str | Path, *, chain_length: int = 1, mean_of: Sequence[str] = ()) -> EvaluationResult:
+    def load(cls, path: str | Path, *, chain_length: int = 1, mean_of: Sequence[str] = ()) -> "EvaluationResult":
         """Read what :meth:`save`, or a recipe, has written: a folder with ``episodes.jsonl``, or a file of such lines.
 
         A ``FileNotFoundError`` if nothing is there; a ``ValueError`` if it has no results, or of chains of tasks and

@@ -1,7 +1,5 @@
 """Files that are whole or not there at all, and folders that one process writes into at a time."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

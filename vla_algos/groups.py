@@ -1,7 +1,5 @@
 """Group-relative policy optimisation: groups of runs of one episode, compared with each other."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +40,7 @@ class Group:
     crashed: int = 0
 
     @classmethod
-    def of(cls, runs: Sequence[TensorDictBase]) -> Group:
+    def of(cls, runs: Sequence[TensorDictBase]) -> "Group":
         """Make the group of ``runs``, from an :class:`~vla_algos.collectors.EpisodeCollector`."""
         kept = tuple(episode for episode in runs if not episode[NEXT, CRASHED][-1])
         return cls(kept, crashed=len(runs) - len(kept))

@@ -1,7 +1,5 @@
 """Behaviour cloning: the warm start before reinforcement learning."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -1,7 +1,5 @@
 """Confidence intervals of 95 % of success rates, means, and differences between two evaluations."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist

@@ -1,7 +1,5 @@
 """DAgger: a scripted expert takes over where a policy has led, and what it does there is kept."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

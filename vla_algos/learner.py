@@ -1,7 +1,5 @@
 """An update in one call, for scripts: what the recipes write out, with its optimizer, schedule and frozen policy."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from tensordict import TensorDictBase

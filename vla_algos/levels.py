@@ -1,7 +1,5 @@
 """Terms of a loss at a level: per token, per action or per chunk, and means over what was executed."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

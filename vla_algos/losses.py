@@ -1,7 +1,5 @@
 """The clipped policy-gradient losses of PPO and GRPO for chunked, tokenised actions."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Self
 

@@ -4,8 +4,6 @@ Names: ``rollout/...`` describes the data that is learnt from, ``env/...`` the e
 ``train/...`` the update.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 
@@ -117,13 +115,13 @@ class WeightedMean:
             self._sums[name] = self._sums.get(name, 0.0) + value * weight
             self._weights[name] = self._weights.get(name, 0.0) + weight
 
-    def merge(self, other: WeightedMean) -> None:
+    def merge(self, other: "WeightedMean") -> None:
         """Count everything that ``other`` has counted."""
         for name, total in other._sums.items():
             self._sums[name] = self._sums.get(name, 0.0) + total
             self._weights[name] = self._weights.get(name, 0.0) + other._weights[name]
 
-    def of_all_processes(self) -> WeightedMean:
+    def of_all_processes(self) -> "WeightedMean":
         """Add up what all processes have counted."""
         if distributed.world_size() == 1:
             return self

@@ -1,7 +1,5 @@
 """Epochs of minibatches over what was collected, in parts that fit into memory, and as many in every process."""
 
-from __future__ import annotations
-
 import inspect
 import warnings
 from collections.abc import Iterator, Sequence
@@ -163,7 +161,7 @@ class Minibatches:
             self._at_start["train/actor/behaviour_weight_max"] = max(distributed.all_gather_object(largest))
         return samples, computed
 
-    def __iter__(self) -> Iterator[Minibatch]:
+    def __iter__(self) -> "Iterator[Minibatch]":
         """Yield the minibatches of all epochs."""
         for epoch in range(self.epochs if self.decisions else 0):
             parts = self._split(distributed.broadcast_object(torch.randperm(self.decisions)))

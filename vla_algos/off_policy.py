@@ -1,7 +1,5 @@
 """Off-policy learning of decisions: transitions of chunks, a buffer of them that outlives its process, SAC's loss."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The optimizer of a policy and its critic: two groups of parameters, a schedule, and a step that can be skipped."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -41,7 +39,7 @@ def make_optimizer(
     optimizer: OptimizerFactory | None = None,
     updates: Count | None = None,
     offload: bool = False,
-) -> tuple[Optimizer, Schedule]:
+) -> "tuple[Optimizer, Schedule]":
     """Make the optimizer of what a loss trains, and the schedule of its learning rates.
 
     The parameters of the critic have a learning rate of their own and their gradient is clipped apart from the others':

@@ -1,7 +1,5 @@
 """Policies as collectors take them: any module or callable that takes a TensorDict and writes ``action``."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, TypeAlias
 

@@ -1,7 +1,5 @@
 """How far the long parts of an iteration are: they :func:`tell` it, and a progress bar is :func:`listening`."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 

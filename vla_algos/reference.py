@@ -1,7 +1,5 @@
 """The frozen policy that a loss with ``reference_kl_coeff`` keeps close to."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Results of episodes, and the files that have them: ``episodes.jsonl``, a line per episode, and of training."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Rows of demonstrations to learn from, and which of them are held out."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
@@ -40,11 +38,11 @@ class Samples:
     def __contains__(self, key: str) -> bool:
         return key in self.data
 
-    def select(self, *names: str) -> Samples:
+    def select(self, *names: str) -> "Samples":
         """Return the rows with some of the entries only."""
         return Samples(self.data.select(*names), self.rows)
 
-    def choose(self, chosen: Tensor) -> Samples:
+    def choose(self, chosen: Tensor) -> "Samples":
         """Return the rows where ``chosen``, bool ``[len]``, is true."""
         rows = torch.arange(len(self)) if self.rows is None else self.rows
         return Samples(self.data, rows[chosen])
@@ -54,7 +52,7 @@ class Samples:
         """How many demonstrations the rows are of."""
         return len(self[keys.EPISODE].unique())
 
-    def split(self, heldout: float) -> tuple[Samples, Samples]:
+    def split(self, heldout: float) -> "tuple[Samples, Samples]":
         """Keep whole demonstrations out of learning, for a loss on what was not learnt.
 
         Which ones, a demonstration's trial decides alone: of each task the same share, and the same trials whatever

@@ -1,7 +1,5 @@
 """Several seeds of training: means and the probability of improvement (Agarwal et al. 2021), with intervals."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +17,7 @@ class Seeds:
     solved: np.ndarray
 
     @classmethod
-    def of(cls, evaluations: Mapping[str, Sequence[EpisodeResult]]) -> Seeds:
+    def of(cls, evaluations: Mapping[str, Sequence[EpisodeResult]]) -> "Seeds":
         """Count results but crashed ones; a ``ValueError`` with the name of an evaluation that has none of a task."""
         tasks = sorted({result.task for results in evaluations.values() for result in results})
         episodes, solved = np.zeros((2, len(evaluations), len(tasks)), np.int64)
@@ -37,7 +35,7 @@ class Seeds:
         """Success rates, float64 ``[S, T]``."""
         return self.solved / self.episodes
 
-    def pooled(self) -> Seeds:
+    def pooled(self) -> "Seeds":
         """Return the same with all episodes of a seed as those of one task, ``[S, 1]``."""
         return Seeds(self.episodes.sum(1, keepdims=True), self.solved.sum(1, keepdims=True))
 

@@ -1,7 +1,5 @@
 """Self-imitation: what has solved an episode is cloned, beside the loss of reinforcement learning."""
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -5,8 +5,6 @@ image: on Meta-World's MT50 such policies scored the same with black images. Pre
 *alone* where the hand is, and where it will be, cannot be done without looking.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """``SHA256SUMS``: one file of digests per folder, in the format that ``sha256sum -c`` checks."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Errors that say what was wrong, what would be right and what to type."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable
 

@@ -3,8 +3,6 @@
 A row is an experiment too: ``libero_10_ppo_openpi`` is the file ``libero_ppo_openpi.yaml`` with ``env.id=libero/10``.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import re

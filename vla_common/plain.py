@@ -4,8 +4,6 @@ What comes back is numbers, texts, truth values, ``None``, and lists and dicts o
 other. Size and depth are bounded, and an alias in YAML, of which a few lines stand for millions, is refused.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, ClassVar

@@ -3,8 +3,6 @@
 It imports the standard library alone, because it is the first import of programs that take seconds to import others.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 import os

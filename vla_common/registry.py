@@ -12,8 +12,6 @@ A module is imported when its name is asked for; ``import vla_envs`` asks for al
 Gymnasium ids: a module that declares one should import neither torch nor a simulator.
 """
 
-from __future__ import annotations
-
 import sys
 import warnings
 from importlib.metadata import EntryPoint, entry_points

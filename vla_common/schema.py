@@ -1,7 +1,5 @@
 """What a benchmark's cameras, states, actions and gripper are: environments declare it, policies read it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol

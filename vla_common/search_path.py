@@ -1,7 +1,5 @@
 """Configuration groups of installed packages (``vla_torchrl.configs``) and rows of experiments, for Hydra."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from hydra.core.config_search_path import ConfigSearchPath

@@ -7,15 +7,11 @@ A range stands where the parameter stands::
 and :func:`check_settings` refuses ``gae.gamma=1.5`` by that name before any work begins.
 """
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import inspect
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import is_dataclass
 from functools import cache
 from typing import Annotated, Any, ParamSpec, TypeVar, get_args, get_type_hints
 
@@ -60,16 +56,12 @@ def setting_types(
     """
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     found: dict[str, Any] = {}
-    scopes: dict[str, dict[str, Any]] = {}  # of inherited fields: their module may be another than the constructor's
-    for owner in reversed(function.__mro__) if inspect.isclass(function) and is_dataclass(function) else ():
-        scopes |= dict.fromkeys(vars(owner).get("__annotations__", {}), vars(sys.modules[owner.__module__]))
     for each in _passed_on(function):
         scope = getattr(inspect.unwrap(each), "__globals__", {})
         parameters = list(inspect.signature(each).parameters.values())
         for parameter in parameters[1:] if inspect.isclass(function) else parameters:  # without self
             if parameter.kind in named:
-                hint = _evaluated(parameter.annotation, scopes.get(parameter.name, scope))
-                found.setdefault(parameter.name, hint)
+                found.setdefault(parameter.name, _evaluated(parameter.annotation, scope))
     chosen = (found.keys() if only is None else set(only)) - set(without)
     return {name: hint for name, hint in found.items() if name in chosen}
 

@@ -1,7 +1,5 @@
 """Files of tensors that ``torch.save`` wrote, read so that nothing in them is executed; and what is finite."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import pickletools

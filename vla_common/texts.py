@@ -4,8 +4,6 @@ Text is what environments write, and what people read. Bytes, UTF-8 padded with 
 text does not survive or cannot go (``docs/explanation/nontensor-storage.md``).
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

@@ -4,8 +4,6 @@
 one.
 """
 
-from __future__ import annotations
-
 from vla_common.program import FAILED, OneLineParser, run_main
 from vla_envs.doctor import diagnose
 from vla_envs.fetch import fetch

@@ -1,7 +1,5 @@
 """Which actions no simulator is given, and how many elements of the others it clips."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from vla_common import keys

@@ -1,7 +1,5 @@
 """``python -m vla_envs check NAME``: the same episode is the same bits anywhere, and a simulator does what it says."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence

@@ -4,8 +4,6 @@ Everything risky (importing a simulator, opening a graphics context) runs in a p
 crash, a prompt or a hang becomes a line of the report.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import platform
@@ -185,7 +183,7 @@ def check_packages(
     return found
 
 
-def _check_requirement(requirement: Requirement, pip: str) -> Finding:
+def _check_requirement(requirement: "Requirement", pip: str) -> Finding:
     name, wanted = requirement.name, str(requirement.specifier)
     remedy = f"{pip} '{name}{wanted}'"
     try:

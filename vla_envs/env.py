@@ -1,7 +1,5 @@
 """VLAEnv: many simulators as one batched TorchRL environment whose step is a chunk of primitive actions."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple

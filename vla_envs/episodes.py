@@ -1,7 +1,5 @@
 """Which episode runs next: random or ordered training episodes in groups, and fixed evaluation episodes."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
@@ -110,7 +108,7 @@ class EpisodeSampler:
             found[part] = np.maximum(4 * success * (1 - success), _LEAST) / len(part)
         return found / found.sum()
 
-    def reseeded(self, seed: int) -> EpisodeSampler:
+    def reseeded(self, seed: int) -> "EpisodeSampler":
         """Return a stream with the same settings and another seed."""
         return EpisodeSampler(self.spec, seed, **{name: getattr(self, name) for name in _SETTINGS})
 

@@ -1,7 +1,5 @@
 """Scripted experts of benchmarks: their demonstrations, recorded inside the worker processes."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

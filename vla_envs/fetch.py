@@ -5,8 +5,6 @@ lacks and every digest is right: a commit is the digest of its files, the hub ha
 down here. Nothing is asked on the terminal.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import shutil

@@ -1,7 +1,5 @@
 """What a benchmark needs of a machine: packages in some versions, checkouts of code, folders of assets."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Mapping, Sequence

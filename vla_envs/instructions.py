@@ -4,8 +4,6 @@ What goes wrong with text, and where: ``docs/explanation/nontensor-storage.md``.
 ``Instruction`` and ``Instructions`` are no longer needed; a test says when that is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -51,7 +49,7 @@ class Instructions(NonTensorStack):
     """Texts ``[*B]`` of :class:`Instruction`."""
 
     @classmethod
-    def of(cls, instructions: Iterable[str], device: torch.device | None = None) -> Instructions:
+    def of(cls, instructions: Iterable[str], device: torch.device | None = None) -> "Instructions":
         """Make ``[N]`` of ``N`` texts."""
         return cls(*(Instruction(text, device=device) for text in instructions))
 

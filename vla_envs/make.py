@@ -1,7 +1,5 @@
 """Make an environment by name, and refuse before any work what cannot be made."""
 
-from __future__ import annotations
-
 import math
 import os
 import secrets

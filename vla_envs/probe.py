@@ -1,7 +1,5 @@
 """Findings about this machine, and trying out in a process of its own what may crash, prompt or hang."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

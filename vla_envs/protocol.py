@@ -1,7 +1,5 @@
 """What a benchmark's own protocol has for an option, and what is said of a result under another value."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from numbers import Real

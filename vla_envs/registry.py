@@ -4,8 +4,6 @@ A benchmark is one :class:`Benchmark`, in a room of its own. An installed packag
 (:mod:`vla_common.registry`), a program with :func:`register_benchmark`; nothing else has to know its name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import re

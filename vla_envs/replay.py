@@ -1,7 +1,5 @@
 """An episode in which a policy has acted, simulated once more: the same actions lead to the same states, to the bit."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass, field

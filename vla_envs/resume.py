@@ -1,7 +1,5 @@
 """Save an environment with all its transforms in the middle of its episodes, and continue there in another process."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """One simulated world: the protocol that every benchmark implements, in numpy and without batching."""
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -79,7 +77,7 @@ class Simulator(Protocol):
     episode that was just reset (:mod:`vla_envs.stress`), or returns ``False`` for another reset and draw (``"start"``).
     """
 
-    spec: SimulatorSpec
+    spec: "SimulatorSpec"
 
     def reset(self, episode: Episode) -> None:
         """Put the world into the initial state that ``episode`` determines."""

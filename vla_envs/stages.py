@@ -1,7 +1,5 @@
 """Stages: groups of slots of one environment that take turns, so that simulators work while a policy decides."""
 
-from __future__ import annotations
-
 TOGETHER = (
     "{id} simulates all worlds together, so that no part of them can be stepped while others wait: type stages=1 "
     "(pipeline.stages=1 in a recipe), or env.backend=processes"

@@ -4,8 +4,6 @@ What is drawn depends on the episode and the kind alone, and grows with the stre
 larger. Conditions of success are the benchmark's own. Strength 0 is the episode itself, to the bit.
 """
 
-from __future__ import annotations
-
 import re
 import zlib
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Built worlds, kept by a process from one episode of a task to its next, in any of its simulators."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any

@@ -3,8 +3,6 @@
 :class:`~vla_policies.policy.VLAPolicy` puts both around the methods of its subclasses.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 ``tiny`` writes a checkpoint with random weights, to try commands with.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import sys

@@ -6,8 +6,6 @@ the rest and two blocks at a time with the gradients of what is trained, in a ro
 of the blocks, run on fake tensors.
 """
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -46,7 +44,7 @@ class ParamGroup:
     gradients: int = 0
 
     @classmethod
-    def of(cls, parameters: Iterable[tuple[int, int, bool, bool]]) -> ParamGroup:
+    def of(cls, parameters: Iterable[tuple[int, int, bool, bool]]) -> "ParamGroup":
         """Add up ``(count, bytes of each, trained, stays in that precision)``."""
         weights = lowered = trained = gradients = 0
         for count, size, is_trained, stays in parameters:

@@ -12,8 +12,6 @@ Recipes find either by its ``family`` after :func:`vla_policies.register_policy`
 (:mod:`vla_common.registry`).
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, fields

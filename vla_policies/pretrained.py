@@ -1,7 +1,5 @@
 """Policies that start from a published checkpoint: how one is loaded, adapted and saved; a family adds its layout."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields

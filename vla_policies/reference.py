@@ -1,7 +1,5 @@
 """A policy as it was earlier, in place: for a penalty on the distance from where it began."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 

@@ -1,7 +1,5 @@
 """Policies by the name of their family: ours and those of any installed package, made, loaded and inspected."""
 
-from __future__ import annotations
-
 import warnings
 from pathlib import Path
 from typing import Any, Optional

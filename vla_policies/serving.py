@@ -5,8 +5,6 @@ Observations of several clients that wait at the same time are computed together
 process, and the same bits.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import json

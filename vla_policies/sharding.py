@@ -4,8 +4,6 @@
 its modules run and frees them afterwards; :meth:`vla_policies.policy.VLAPolicy.shard_groups` are a policy's groups.
 """
 
-from __future__ import annotations
-
 import contextlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence

@@ -5,8 +5,6 @@ deterministic steps make actions (DSRL: Wagenmaker et al., 2025, arXiv:2506.1579
 greedy actions (residuals: Ankile et al., 2025, arXiv:2509.19301).
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable

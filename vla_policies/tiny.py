@@ -3,8 +3,6 @@
 They are for trying commands without weights of billions of parameters, and solve nothing.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The critic of a policy as a module of its own, for losses and value estimators that want one."""
 
-from __future__ import annotations
-
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase

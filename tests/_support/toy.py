@@ -1,7 +1,5 @@
 """A toy environment and policy for testing algorithms: the keys of the data contract, no simulator."""
 
-from __future__ import annotations
-
 from collections import deque
 from types import SimpleNamespace
 

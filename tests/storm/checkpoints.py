@@ -1,7 +1,5 @@
 """Small checkpoints of every kind that is loaded, published ones and ours, for the storm of corruptions."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -4,8 +4,6 @@ Those of ``mistakes.txt`` are what a user might type, each known to be wrong. Th
 takes, given to every setting in turn.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import random

@@ -4,8 +4,6 @@ Survived: refused in a line that names the file, continued from the checkpoint b
 A flipped bit in the weights of a published checkpoint, which has no checksums, cannot be noticed and is not tried.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

@@ -4,8 +4,6 @@ Every episode is accounted for exactly once, and those that the faults do not co
 without any fault.
 """
 
-from __future__ import annotations
-
 import contextlib
 import random
 import tempfile

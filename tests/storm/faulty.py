@@ -1,7 +1,5 @@
 """A toy simulator that fails on command, and a clean run of the same episodes to compare with. numpy alone."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -4,8 +4,6 @@ Then the same command is typed again. The run must be resumed from its newest ch
 weights of an undisturbed one, bit by bit.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """A point on a line, in a picture of 32 by 32: a benchmark whose simulator costs nothing, for whole toy runs."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from vla_envs.registry import Benchmark, BenchmarkSchema, register_benchmark

@@ -4,8 +4,6 @@ A life is ``python recipes/NAME.py SETTINGS`` and costs about a second: a run ca
 same command, many times.
 """
 
-from __future__ import annotations
-
 import contextlib
 import faulthandler
 import functools

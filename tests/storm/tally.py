@@ -1,7 +1,5 @@
 """What a storm of faults came to."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 

@@ -4,8 +4,6 @@ A point has to be brought to the origin. What an action does to it is exact arit
 episode has the same outcome to the bit whatever runs beside it.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from pathlib import Path

@@ -9,8 +9,6 @@ A fault counts as
 * wrong: an episode has another outcome, state or pixel than undisturbed, and was not reported.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

@@ -1,6 +1,7 @@
 """The loss of docs/how-to/change-the-loss.md that adds a term to PPO, as it stands there."""
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from paths import ROOT
 from toy import CHUNK, DIM, ToyEnv
 
 from vla_algos import ChunkClipPPOLoss, Learner, StepCollector, gae
-from vla_common.settings import check_settings, setting_types
+from vla_common.settings import Fraction, check_settings, setting_types
 from vla_policies import SmallVLA, SmallVLAConfig
 
 PAGE = (ROOT / "docs" / "how-to" / "change-the-loss.md").read_text()
@@ -107,3 +108,11 @@ def test_options_that_are_not_passed_on_are_no_settings():
     assert set(setting_types(Closed)) == {"policy", "two"}
     assert setting_types(Renamed, without=["policy"]) == {"one": float}, "its own annotation, not that of the base"
     assert set(setting_types(function)) == {"three"}
+
+
+def test_annotations_of_a_module_that_postpones_them_are_read():
+    """They are texts then, as in a stranger's file; a name that only a type checker knows may be anything."""
+    module = {"Fraction": Fraction}
+    head = "from __future__ import annotations\n"
+    exec(head + "def loss(clip: Fraction = 0.2, names: list[str] = (), env: Unknown = None): ...", module)
+    assert setting_types(module["loss"]) == {"clip": Fraction, "names": list[str], "env": Any}

@@ -1,7 +1,5 @@
 """What both collectors share: acting in chunks, stages, times, random numbers and weights."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter

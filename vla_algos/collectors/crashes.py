@@ -1,7 +1,5 @@
 """What a run does about episodes whose simulators crash: it counts them, says so, and ends when there are no others."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The episode-bound way to collect: a queue of whole episodes, which the slots work off."""
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -147,7 +145,7 @@ class EpisodeCollector(ChunkCollector):
             self.base_env.set_episodes(own_episodes)
         self._iter += 1
 
-    def _decisions(self, running: _RunningEpisodes) -> Iterator[None]:
+    def _decisions(self, running: "_RunningEpisodes") -> Iterator[None]:
         """Make decisions in all slots at a time, without end."""
         observation, slots = self._reset(), list(range(self.env.batch_size[0]))
         while True:
@@ -157,7 +155,7 @@ class EpisodeCollector(ChunkCollector):
             self._book(running, outcome, slots, len(slots))
             yield
 
-    def _staged_decisions(self, running: _RunningEpisodes) -> Iterator[None]:
+    def _staged_decisions(self, running: "_RunningEpisodes") -> Iterator[None]:
         """Do the same stage by stage; the order of decisions depends on outcomes alone, not on time."""
         self._reset()
         stages = [_Stage(slots) for slots in self._stages]
@@ -174,7 +172,7 @@ class EpisodeCollector(ChunkCollector):
             if idle_rounds > 1:  # a queue that grew is taken in one round
                 raise self._starved()
 
-    def _take_turn(self, stage: _Stage, running: _RunningEpisodes) -> None:
+    def _take_turn(self, stage: "_Stage", running: "_RunningEpisodes") -> None:
         """Book the last decision of a stage, begin the episodes that follow, and send the next decision."""
         env, ready, begun = self.base_env, self._book_turn(stage, running), stage.beginning
         wanting = [slot for slot in stage.slots if slot not in ready and slot not in begun]
@@ -191,7 +189,7 @@ class EpisodeCollector(ChunkCollector):
             self.deciding, self.decided = stage.episodes, running.lengths(stage.deciding)
             self._call_env(env.async_step_send, self._act(env.observe(stage.deciding)), stage.deciding)
 
-    def _book_turn(self, stage: _Stage, running: _RunningEpisodes) -> list[int]:
+    def _book_turn(self, stage: "_Stage", running: "_RunningEpisodes") -> list[int]:
         """Receive and book the decision of a stage that is under way; returns the slots that decide again."""
         if stage.deciding:
             self.deciding, self._deciding_unstarted = stage.episodes, stage.unstarted
@@ -216,7 +214,9 @@ class EpisodeCollector(ChunkCollector):
             "wait in the queue; leave set_episodes and the queue to the collector while it iterates"
         )
 
-    def _book(self, running: _RunningEpisodes, outcome: TensorDictBase, slots: Sequence[int], total: int) -> list[int]:
+    def _book(
+        self, running: "_RunningEpisodes", outcome: TensorDictBase, slots: Sequence[int], total: int
+    ) -> list[int]:
         """Store a decision of some of ``total`` slots; those that end their episode hand it over, and are returned."""
         idle = total - len(slots) + self.deciding.count(None)
         self._slot_time += total

@@ -1,7 +1,5 @@
 """What a recipe asks of a collector; one of your own needs no more: ``docs/how-to/add-a-collector.md``."""
 
-from __future__ import annotations
-
 from typing import Any, Protocol
 
 from tensordict import TensorDictBase

@@ -1,7 +1,5 @@
 """The step-bound way to collect: so many decisions in every environment."""
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -157,7 +155,7 @@ class StepCollector(ChunkCollector):
         self._await_episodes(done)
         return t, outcome[ENV_INDEX], outcome
 
-    def _next_values(self, batch: TensorDictBase, finals: _FinalValues) -> Tensor:
+    def _next_values(self, batch: TensorDictBase, finals: "_FinalValues") -> Tensor:
         """Value of the observation after each decision, ``[N, T, 1]`` or ``[N, T, C]``."""
         values = torch.zeros_like(batch[STATE_VALUE])
         values[:, :-1] = batch[STATE_VALUE][:, 1:]

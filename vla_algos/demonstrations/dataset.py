@@ -6,8 +6,6 @@ how. ``TensorDict.load_memmap(FOLDER)`` reads it, and so does ``numpy.memmap``. 
 unpickled. Images stay on disk until a batch asks for them.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

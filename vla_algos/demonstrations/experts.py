@@ -1,7 +1,5 @@
 """A scripted expert solves episodes in an environment's workers: recorded in memory or into a folder, and counted."""
 
-from __future__ import annotations
-
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence

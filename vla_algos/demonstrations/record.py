@@ -1,7 +1,5 @@
 """The demonstrations of a run: recorded now, or read from a folder, which may be a LeRobot data set."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

@@ -8,8 +8,6 @@ Three modes come of it: *collocated*, actors roll out; *hybrid*, some of them do
 which are sent the weights, and send what they have collected.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections import Counter
@@ -43,7 +41,7 @@ class Placement:
     per_node: int
 
     @classmethod
-    def read(cls, settings: Mapping[str, Any], processes: int, per_node: int) -> Placement:
+    def read(cls, settings: Mapping[str, Any], processes: int, per_node: int) -> "Placement":
         """Make a placement of what the section ``placement`` says.
 
         Args:

@@ -1,7 +1,5 @@
 """What this process does in a run: collect, learn, or both, as the section ``placement`` says."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -43,7 +41,7 @@ class Roles:
         self.disaggregated = placement.mode == "disaggregated"
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> Roles:
+    def of(cls, settings: Mapping[str, Any]) -> "Roles":
         """Read the section ``placement``; a ``ValueError`` says what would be right."""
         return cls(Placement.read(settings, distributed.processes_started(), distributed.processes_per_node()))
 

@@ -1,7 +1,5 @@
 """Collecting and learning in turns, or side by side: what goes from the processes that collect to those that learn."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ What training changes is sent, and nothing else: with adapters these alone, with
 saved buffers. Of a sharded policy one tensor after the other is gathered, sent, and freed.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -11,8 +11,6 @@ A camera is a column of PNG bytes (``image``) or a video (``video``). Nothing is
 can be code: JSON, parquet, PNG, JPEG and video. No path comes from the data set.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import re
@@ -86,7 +84,7 @@ class LeRobotFolder:
     chunks_size: int
 
     @classmethod
-    def read(cls, path: str | Path) -> LeRobotFolder:
+    def read(cls, path: str | Path) -> "LeRobotFolder":
         """Read ``meta/info.json``.
 
         Raises:

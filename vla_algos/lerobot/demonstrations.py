@@ -1,7 +1,5 @@
 """Demonstrations of a LeRobot data set: which of its frames a policy of an environment learns from."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import re
@@ -52,7 +50,7 @@ class LeRobotDemonstrations:
         camera: str | None = None,
         wrist_cameras: Sequence[str] | None = None,
         tasks: Tasks = "environment",
-    ) -> LeRobotDemonstrations:
+    ) -> "LeRobotDemonstrations":
         """Read what a data set is and refuse what does not fit the environment; no image is read yet.
 
         Args:
@@ -223,7 +221,7 @@ class _Rows:
     def __contains__(self, key: str) -> bool:
         return key in self._names
 
-    def select(self, *names: str) -> _Rows:
+    def select(self, *names: str) -> "_Rows":
         """Return the rows without the other entries."""
         found = copy.copy(self)
         found._names = names

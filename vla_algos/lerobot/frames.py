@@ -1,7 +1,5 @@
 """Images of a data set of LeRobot, decoded when a batch asks for them."""
 
-from __future__ import annotations
-
 import io
 from collections import OrderedDict
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Writes a data set of LeRobot's format v3.0, with images as PNG; see :mod:`.dataset` for what that is."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """What evaluate.py does: an evaluation as it is, and again with each ablation."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Mapping
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """What is typed after ``python recipes/ppo.py``, and what Hydra is given of it."""
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Mapping, Sequence

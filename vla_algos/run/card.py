@@ -3,8 +3,6 @@
 Nothing in it is typed by hand, nothing is uploaded: ``hf upload`` does that.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

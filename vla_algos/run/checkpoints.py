@@ -5,8 +5,6 @@ a tensor together for any number of processes. They are written here because its
 memory, takes three to five times as long, and gives no digest of what it was to write. Nothing in a folder is a pickle.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -70,7 +68,7 @@ class Snapshot:
         own: Mapping[str, Any],
         process: tuple[int, int] = _ALONE,
         check: Callable[[dict[str, Tensor]], object] = lambda _: None,
-    ) -> Snapshot:
+    ) -> "Snapshot":
         """Copy a state: nested dicts, lists and tuples of tensors, numbers and text.
 
         ``replicated`` is the same in all processes, with tensors of which each may have a part (DTensors); ``own`` is

@@ -1,7 +1,5 @@
 """``vla-recipe compare``: two evaluations that are on disk, episode by episode; several seeds; a published rate."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass

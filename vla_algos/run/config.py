@@ -1,7 +1,5 @@
 """The configuration of a run: each section is the keyword arguments of one callable, and is checked before any work."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any, Literal, get_args

@@ -1,7 +1,5 @@
 """The environments of a run as this process starts them: that of training, and another suite of evaluations."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """One evaluation: its episodes are shared by the processes, and their results are on disk as they come."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

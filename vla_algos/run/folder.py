@@ -1,7 +1,5 @@
 """The folder of a run: which run it has, and what came of it."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """``gpu=24gb``: settings with which a run fits its GPUs, calculated before it begins."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Iterator, Mapping
 from functools import cached_property
@@ -67,7 +65,7 @@ class Fitting:
         self.as_it_is = Load(settings, processes, {})
 
     @cached_property
-    def adapted(self) -> Load | None:
+    def adapted(self) -> "Load | None":
         """The run with an adapter in bfloat16; ``None`` where it trains one already, or cannot."""
         policy = self.settings.policy
         own = issubclass(get_policy_class(policy["family"]), PretrainedPolicy)
@@ -83,7 +81,7 @@ class Fitting:
         found = self.as_it_is.fit(limit, self.typed)
         return self.adapted.fit(limit, self.typed) if found is None and self.adapted else found
 
-    def load(self, changes: Changes) -> Load:
+    def load(self, changes: Changes) -> "Load":
         """Return that of which they are the changes."""
         return self.adapted if "policy.dtype" in changes and self.adapted else self.as_it_is
 

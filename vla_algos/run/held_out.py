@@ -1,7 +1,5 @@
 """The evaluations of a training run, on held-out episodes, and the summary of it that they end with."""
 
-from __future__ import annotations
-
 import contextlib
 import shlex
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """What ``launcher:`` takes: where a recipe runs, and what a SLURM job asks for."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """Where a recipe runs: in this process, or as a job on a SLURM cluster through submitit."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import shlex

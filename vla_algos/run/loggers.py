@@ -1,7 +1,5 @@
 """The loggers that can be chosen: TensorBoard, and services that collect runs."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

@@ -1,7 +1,5 @@
 """Where the numbers go: ``metrics.jsonl``, always, and what else takes them (:mod:`~vla_algos.run.loggers`)."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -27,7 +25,7 @@ class RunLogger:
     interrupted process wrote beyond them goes. ``loggers`` were opened before (:func:`open_loggers`).
     """
 
-    def __init__(self, folder: Path, after: int | None = None, loggers: Sequence[Logger] = ()):
+    def __init__(self, folder: Path, after: int | None = None, loggers: "Sequence[Logger]" = ()):
         self._path, self._loggers, self._failed = folder / "metrics.jsonl", loggers, set[str]()
         self._open = distributed.is_main()
         if self._open and after is not None:
@@ -68,7 +66,7 @@ class RunLogger:
         self._give(lambda logger: logger.close(failed))
         self._open = False
 
-    def _give(self, give: Callable[[Logger], object]) -> None:
+    def _give(self, give: "Callable[[Logger], object]") -> None:
         for logger in self._loggers if self._open else ():
             try:
                 give(logger)

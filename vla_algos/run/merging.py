@@ -1,7 +1,5 @@
 """``vla-recipe merge`` and ``export``: a policy once more, its adapter added to the weights, or in another layout."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ with one of these keys: ``$tensor`` (its name, ``shape`` and ``dtype``), ``$tupl
 key and value, where a key is no text, or begins with ``$``).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """The curves of runs: what a page shows of ``metrics.jsonl``, as points in per cent of a picture's sides."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """The policy of a recipe: made as its settings say, divided among the processes, and written with what it learnt on."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """``run.json``: with what code, versions and machine a run was made, and what came of it."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

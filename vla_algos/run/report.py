@@ -3,8 +3,6 @@
 What a folder says may be a stranger's: the template escapes it, and the page forbids itself scripts.
 """
 
-from __future__ import annotations
-
 import base64
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -91,7 +89,7 @@ class _Result:
     runs: int = 1
 
     @classmethod
-    def of(cls, pairs: Pairs) -> _Result:
+    def of(cls, pairs: Pairs) -> "_Result":
         """Estimate from pairs, of which one side may have no evaluation."""
         sides: list[Estimate | None] = []
         for side in zip(*pairs, strict=True):
@@ -101,7 +99,7 @@ class _Result:
         return cls(len(pairs), sides[0], sides[1], paired_difference(both) if both else None)
 
     @classmethod
-    def mean(cls, results: Sequence[_Result]) -> _Result:
+    def mean(cls, results: "Sequence[_Result]") -> "_Result":
         """Average runs or groups of tasks, each counting the same; those with a difference, if there are some."""
         results = [result for result in results if result.difference] or results
         sides = [[getattr(each, side) for each in results] for side in ("before", "after", "difference")]

@@ -1,7 +1,5 @@
 """``vla-recipe rollouts``: what a policy did, in an evaluation or in training, as a data set of LeRobot."""
 
-from __future__ import annotations
-
 import contextlib
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A run: its folder, its lock, its log and its checkpoints. The loop itself is the recipe's."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os
@@ -81,7 +79,7 @@ class Run:
         self._interrupted = math.inf  # when the first Ctrl-C came
         self._handlers: dict[int, Any] = {}
 
-    def __enter__(self) -> Run:
+    def __enter__(self) -> "Run":
         self._handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
         return self
 

@@ -1,7 +1,5 @@
 """Saving and restoring the state of a run: its parts, the weights of its policy, and random numbers."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta

@@ -1,7 +1,5 @@
 """Random numbers of a run: their seeds, at the start and of each process from where they part, and their states."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

@@ -1,7 +1,5 @@
 """How a recipe divides its policy among the processes that train it: the section ``sharding``."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Callable

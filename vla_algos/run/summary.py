@@ -1,7 +1,5 @@
 """What a run says of its suite, its policy and its iterations."""
 
-from __future__ import annotations
-
 import math
 import os
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """Videos of training: what some environments show while an iteration collects; and all that they execute."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
@@ -60,7 +58,7 @@ class TrainVideos:
             )
 
     @property
-    def hook(self) -> TrainVideos | None:
+    def hook(self) -> "TrainVideos | None":
         """What a collector calls with each decision; ``None`` where nothing is kept."""
         return self if self._actions or (self.environments and distributed.is_main()) else None
 

@@ -1,7 +1,5 @@
 """What a policy was trained in: ``environment.json`` in its folder, and what evaluate.py takes from it."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

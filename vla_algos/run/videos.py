@@ -1,7 +1,5 @@
 """Videos (mp4) as people want to see them: large enough, with a text below, and playing everywhere."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path

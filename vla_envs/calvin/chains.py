@@ -4,8 +4,6 @@ The published evaluation (LH-MTLC) has 1000 chains: ``chains.json``. They come f
 ``multistep_sequences.py``, seed i for the i-th condition, shuffled with seed 0), which draws further ones for training.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import defaultdict
 from collections.abc import Collection, Mapping

@@ -3,8 +3,6 @@
 It steers the target pose, which the actions add up to, so that it comes back from disturbed actions too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain

@@ -4,8 +4,6 @@ Its robot, scenes, cameras and task oracle are used as they are; its ``PlayTable
 at every step, and wants a git checkout, ``gym``, OpenCV and EGL.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import importlib

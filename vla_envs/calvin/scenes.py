@@ -5,8 +5,6 @@ and C, so that a chain about the red block begins with another one in its place.
 those of A and D; in B and C its floor lies 18 cm further to the right. In B the button is at a place for blocks.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

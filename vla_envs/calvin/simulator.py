@@ -1,7 +1,5 @@
 """CALVIN behind the :class:`~vla_envs.simulator.Simulator` protocol: chains of tasks, and tasks one by one."""
 
-from __future__ import annotations
-
 import os
 import zlib
 from collections.abc import Sequence

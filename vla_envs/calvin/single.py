@@ -4,8 +4,6 @@ The benchmark has none: its tasks come in chains. Everything that is not part of
 :mod:`vla_envs.calvin.states`.
 """
 
-from __future__ import annotations
-
 from functools import cache
 
 import numpy as np

@@ -12,8 +12,6 @@ And tasks one by one, such as ``calvin/open_drawer``. A task is paid once, by th
 bounds are executed as they are, as calvin_env does. Of the gripper only the sign counts: above 0 opens, else it closes.
 """
 
-from __future__ import annotations
-
 import json
 from functools import cache
 from importlib import resources

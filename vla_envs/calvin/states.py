@@ -4,8 +4,6 @@ Numbers and order of the draws are those of calvin_agent (``get_env_state_for_in
 condition has one state. They are those of scene D; :mod:`~vla_envs.calvin.scenes` says where other scenes' places are.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A CALVIN scene in PyBullet, stepped without drawing; several may be in one process."""
 
-from __future__ import annotations
-
 import copy
 from importlib.util import find_spec
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One simulator as a Gymnasium environment, and what it shares with many: spaces, episodes and checks."""
 
-from __future__ import annotations
-
 import contextlib
 import string
 from collections.abc import Iterator, Mapping, Sequence

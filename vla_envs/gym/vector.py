@@ -1,7 +1,5 @@
 """Many simulators in worker processes behind Gymnasium's vector interface: what ``gymnasium.make_vec`` makes."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 

@@ -5,8 +5,6 @@ positions and velocities alone and is computed once here. MuJoCo's solver of con
 because it begins where it ended last, and its last digits show that.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

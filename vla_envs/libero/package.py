@@ -3,8 +3,6 @@
 On its own it asks on the standard input when it is first imported, and writes into the home folder.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import pickle

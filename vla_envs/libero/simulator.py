@@ -1,7 +1,5 @@
 """One LIBERO arm: shipped initial states, exact resets, cameras that are drawn only when observed."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any

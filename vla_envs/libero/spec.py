@@ -5,8 +5,6 @@ axis-angle and gripper, sparse reward, the initial states that LIBERO ships. Hor
 publications: :data:`PROTOCOLS`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

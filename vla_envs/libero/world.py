@@ -1,7 +1,5 @@
 """A built LIBERO world, what of it is drawn, and the worlds that wait in this process for their next episode."""
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import itertools

@@ -4,8 +4,6 @@ ManiSkill computes in torch, on batches of one; most of a step of its own tasks 
 of numpy, in ManiSkill's order; what torch does not round correctly (sines, roots, sums of products) is asked of torch.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ ManiSkill asks on the terminal whether it may download, and takes an empty folde
 looked for before ManiSkill is asked.
 """
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Iterable, Iterator

@@ -3,8 +3,6 @@
 Images are drawn, given their background and resized on the GPU, and stay there.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any

@@ -3,8 +3,6 @@
 It steers the controller's target pose, which the actions add up to, so it comes back from disturbed actions too.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -3,8 +3,6 @@
 Pictures are resized in double precision: in single precision a few pixels depend on torch's number of threads.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import imageio.v3 as imageio

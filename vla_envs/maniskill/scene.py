@@ -8,8 +8,6 @@ registers every variant with ManiSkill and with Gymnasium:
     >>> observation, info = env.reset(options={"episode_id": 1234})  # doctest: +SKIP
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar

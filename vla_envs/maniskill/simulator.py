@@ -1,7 +1,5 @@
 """One world of ManiSkill behind the :class:`~vla_envs.simulator.Simulator` protocol, on the CPU's physics."""
 
-from __future__ import annotations
-
 import gc
 import hashlib
 import math
@@ -81,7 +79,7 @@ class ManiSkillSimulator:
 class PlateSimulator(ManiSkillSimulator):
     """A world of plate-25. Its states are the robot's eight joint positions: six of the arm (rad), two fingers (m)."""
 
-    _expert: Expert | None = None
+    _expert: "Expert | None" = None
 
     @staticmethod
     def check(spec: SimulatorSpec) -> None:

@@ -6,8 +6,6 @@ ManiSkill's own tasks four have one), state = joint positions, actions = changes
 horizon 80. :mod:`vla_envs.maniskill.variants` has the variants as data.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ instructions are those of the benchmark (Liu et al. 2025, arXiv 2505.19789, RL4V
 ``start`` and ``textures`` choose.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping

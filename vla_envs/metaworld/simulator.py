@@ -1,7 +1,5 @@
 """One Meta-World arm behind the :class:`~vla_envs.simulator.Simulator` protocol."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 import zlib

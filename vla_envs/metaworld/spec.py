@@ -5,8 +5,6 @@ hand position and gripper opening, 15 settle steps, horizon 100, sparse reward, 
 ``tasks.json``; :attr:`SimulatorSpec.protocol_deviations` says what deviates. LeRobot has another one: ``PROTOCOLS``.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Built worlds of Meta-World, and those of them that wait for their next episode."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -4,8 +4,6 @@ A software rasteriser spends most of a small picture on the faces of meshes, man
 gathered on a grid, round shapes get fewer corners, and textures less resolution.
 """
 
-from __future__ import annotations
-
 import copy
 
 import mujoco

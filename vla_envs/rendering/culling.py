@@ -3,8 +3,6 @@
 Left out is what lies beside or behind the view with all of its bounding box, and is not shown by a mirror either.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import mujoco

@@ -1,7 +1,5 @@
 """Which graphics device MuJoCo draws with in this process. Decided before mujoco is imported, which reads it once."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -3,8 +3,6 @@
 GPUs have the numbers that CUDA shows them to this process by: of ``CUDA_VISIBLE_DEVICES=4,5`` they are 0 and 1.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 

@@ -1,7 +1,5 @@
 """What of a MuJoCo world is drawn otherwise than it is simulated: camera, light, and things that nothing touches."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mujoco

@@ -1,7 +1,5 @@
 """Offscreen MuJoCo rendering with one graphics context per process and one upload of meshes per model."""
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import os
@@ -22,11 +20,11 @@ from vla_envs.rendering.culling import Culling  # noqa: E402
 from vla_envs.rendering.look import Look  # noqa: E402
 
 _UNSEEN = 5  # a geom group, which MuJoCo does not draw unless asked
-_renderers: WeakValueDictionary[tuple, Renderer] = WeakValueDictionary()
+_renderers: "WeakValueDictionary[tuple, Renderer]" = WeakValueDictionary()
 _gl_context: Any = None
 
 
-def shared_renderer(model_file: str, model: mujoco.MjModel, **options: Any) -> Renderer:
+def shared_renderer(model_file: str, model: mujoco.MjModel, **options: Any) -> "Renderer":
     """Return the renderer of this process for all worlds built from ``model_file`` with the same options.
 
     Meshes and textures are uploaded once. It lives as long as a world holds it; at benchmark quality it takes about 90

@@ -5,8 +5,6 @@ the CPU, in a newer version than Debian 12's 22.3: ``scripts/install_vulkan_driv
 backports into a folder of ours, because upgrading Mesa for the whole machine would change MuJoCo's pixels too.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sys

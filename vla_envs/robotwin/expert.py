@@ -4,8 +4,6 @@ Joint angles come from SAPIEN's inverse kinematics, and an arm goes straight fro
 stands in the way. It plans from where the arms are, and so comes back from disturbed actions too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -4,8 +4,6 @@ Nothing of the checkout is changed. Its ``VectorEnv`` is not used: that describe
 late and retries whatever fails without an end.
 """
 
-from __future__ import annotations
-
 import contextlib
 import glob
 import importlib

@@ -1,7 +1,5 @@
 """SAPIEN's defaults while a scene is built, and a robot's drives in a third of RoboTwin's time, to the same bits."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from typing import Any

@@ -4,8 +4,6 @@ mplib 0.2.1 ends the process when it is imported under numpy 2. Its time-optimal
 is written here over that package. There is no motion planning, which RoboTwin's scripted demonstrations use.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import sys

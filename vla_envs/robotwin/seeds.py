@@ -4,8 +4,6 @@ The lists are RLinf's (rlinf/envs/robotwin/seeds at a3816b596), of 22 tasks; ``s
 and the differences to the next ones.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Sequence
 from functools import cache

@@ -1,7 +1,5 @@
 """RoboTwin behind the :class:`~vla_envs.simulator.ChunkSimulator` protocol: a chunk of actions is one motion."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import islice
 

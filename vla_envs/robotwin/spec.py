@@ -1,7 +1,5 @@
 """The tasks of RoboTwin 2.0, and what is to be known about them without starting the simulator."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """A task of RoboTwin in a SAPIEN scene; several worlds may be in one process."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 import io

@@ -1,7 +1,5 @@
 """Checks of what a simulator returns: nothing wrong gets any further than its own episode."""
 
-from __future__ import annotations
-
 import math
 import re
 from numbers import Real

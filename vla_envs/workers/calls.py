@@ -1,7 +1,5 @@
 """Functions that are run on many items in the workers of a pool, such as the recording of demonstrations."""
 
-from __future__ import annotations
-
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """How a chunk of actions is executed, one by one or as a whole, in workers, for Gymnasium and demonstrations."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

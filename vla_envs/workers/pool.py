@@ -1,7 +1,5 @@
 """WorkerPool: simulators in processes of their own, with time-outs and restart of those that die or hang."""
 
-from __future__ import annotations
-
 import logging
 import os
 import time

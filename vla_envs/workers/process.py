@@ -1,7 +1,5 @@
 """One worker process as its parent sees it: it dies with its parent, and no message to it waits without end."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pickle

@@ -1,7 +1,5 @@
 """Arrays that the environment and its worker processes share, one row per simulator."""
 
-from __future__ import annotations
-
 import mmap
 import os
 from dataclasses import dataclass
@@ -54,13 +52,13 @@ class SharedArrays:
         }
 
     @classmethod
-    def of_one_process(cls, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> SharedArrays:
+    def of_one_process(cls, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> "SharedArrays":
         """Allocate zeroed arrays that are shared with no other process."""
         layout = cls.layout(spec, num_envs, chunk_size)
         return cls(**{name: np.zeros(shape, dtype) for name, (shape, dtype) in layout.items()})
 
     @classmethod
-    def create(cls, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> tuple[SharedArrays, int]:
+    def create(cls, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> "tuple[SharedArrays, int]":
         """Allocate zeroed arrays; returns them and the file descriptor to hand to the workers."""
         file = os.memfd_create("vla_envs")
         sizes = [_bytes(*entry) for entry in cls.layout(spec, num_envs, chunk_size).values()]
@@ -68,7 +66,7 @@ class SharedArrays:
         return cls.attach(file, spec, num_envs, chunk_size), file
 
     @classmethod
-    def attach(cls, file: int, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> SharedArrays:
+    def attach(cls, file: int, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> "SharedArrays":
         """Map the same arrays in another process."""
         memory = mmap.mmap(file, 0)
         arrays, offset = {}, 0

@@ -3,8 +3,6 @@
 It imports numpy and the simulator, never torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

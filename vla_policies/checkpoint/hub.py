@@ -1,7 +1,5 @@
 """Checkpoints in a local folder, which needs no network, or in a repository of the hub: ``hf:NAME``."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

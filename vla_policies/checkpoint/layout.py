@@ -1,7 +1,5 @@
 """The plain layout of a policy: ``config.json`` and ``model.safetensors``; nothing is executed."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Low-rank adapters on large policies through peft, in peft's own folder layout. Hu et al. 2021, arXiv 2106.09685."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 from collections.abc import Iterator, Mapping, Sequence, Set
@@ -202,7 +200,7 @@ def has_lora(policy: Adaptable) -> bool:
     return hasattr(policy.model, "peft_config")
 
 
-def lora_config(policy: Adaptable) -> LoraConfig:
+def lora_config(policy: Adaptable) -> "LoraConfig":
     """Return peft's configuration of the adapter; ValueError without one."""
     if not has_lora(policy):
         raise ValueError("the policy has no LoRA adapter; add_lora(policy) puts one on it")
@@ -210,7 +208,7 @@ def lora_config(policy: Adaptable) -> LoraConfig:
     return configs[_NAME]
 
 
-def _read_config(folder: Path) -> LoraConfig:
+def _read_config(folder: Path) -> "LoraConfig":
     from peft import LoraConfig
 
     file = folder / _CONFIG
@@ -228,7 +226,7 @@ def _read_config(folder: Path) -> LoraConfig:
         raise ValueError(f"{file} is not a configuration that peft reads ({error}); copy it again") from error
 
 
-def _check_ranks(folder: Path, config: LoraConfig, entries: Mapping[str, Entry]) -> None:
+def _check_ranks(folder: Path, config: "LoraConfig", entries: Mapping[str, Entry]) -> None:
     ranks = {entry.shape[0] if entry.shape else 0 for key, entry in entries.items() if ".lora_A." in key}
     known = {config.r, *(config.rank_pattern or {}).values()}
     if not known >= ranks or max(known) > max(ranks, default=0):
@@ -237,7 +235,7 @@ def _check_ranks(folder: Path, config: LoraConfig, entries: Mapping[str, Entry])
         )
 
 
-def _inject(policy: Adaptable, config: LoraConfig) -> None:
+def _inject(policy: Adaptable, config: "LoraConfig") -> None:
     from peft import inject_adapter_in_model
 
     if has_lora(policy):

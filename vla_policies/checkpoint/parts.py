@@ -4,8 +4,6 @@ The first process of the mesh writes; the others send it what it lacks, so they 
 holds more of a tensor that is not its own than :data:`PIECE`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """What ``python -m vla_policies inspect`` prints of a checkpoint."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field

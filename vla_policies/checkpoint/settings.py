@@ -1,7 +1,5 @@
 """Settings of a policy: what the user asks for over what was stored with its checkpoint."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path

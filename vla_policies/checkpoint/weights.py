@@ -4,8 +4,6 @@ Tensors are read one by one into a module that may be on the meta device and sha
 dtype that was asked for, plus one tensor, and a process reads only its own part of each.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import sys

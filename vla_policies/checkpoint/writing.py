@@ -1,7 +1,5 @@
 """Files of tensors, written as they come: of a sharded one no more than a piece is in memory at a time."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Settings that policies which denoise their actions share."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Literal
 

@@ -1,7 +1,5 @@
 """The distribution of what stochastic steps of a flow led to, which refuses anything else."""
 
-from __future__ import annotations
-
 from typing import Self
 
 import torch

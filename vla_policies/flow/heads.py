@@ -5,8 +5,6 @@ RLinf has them among the weights: ``value_head.mlp.<n>.*``, linear layers with R
 ``logvar_max``, the logarithms of the smallest and largest variance. Ours compute the same by other names.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -36,7 +34,7 @@ class StoredHeads:
     noise_level: Entry | None = field(default=None, repr=False)  # None without our file
 
     @classmethod
-    def read(cls, path: Path, weights: Mapping[str, Entry]) -> StoredHeads:
+    def read(cls, path: Path, weights: Mapping[str, Entry]) -> "StoredHeads":
         """Find the heads in our file and, those that it lacks, among the ``weights``."""
         own = list_weights(path / HEADS) if (path / HEADS).is_file() else {}
         layers: dict[str, dict[str, Entry]] = {}

@@ -1,7 +1,5 @@
 """What a decision of a flow policy on a VLM takes of a GPU besides the parameters."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What policies that denoise their actions share: sampling, the probability of what was sampled, supervised loss."""
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from typing import Any, ClassVar
 

@@ -1,7 +1,5 @@
 """What an action expert needs of images and prompt: keys and values of a Vision-Language-Model, computed once."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, cast
@@ -25,7 +23,7 @@ class PrefixCache:
     valid: Tensor  # bool [N, P], which of them are no padding
     output: Tensor | None = None  # hidden states [N, P, width], if they were asked for
 
-    def repeat(self, count: int) -> PrefixCache:
+    def repeat(self, count: int) -> "PrefixCache":
         """Return each row ``count`` times in a row, without ``output``."""
         layers = [(k.repeat_interleave(count, dim=0), v.repeat_interleave(count, dim=0)) for k, v in self.layers]
         return PrefixCache(layers, self.valid.repeat_interleave(count, dim=0))
@@ -52,7 +50,7 @@ class PrefixCache:
         return {PREFIX_KEYS: first, PREFIX_VALUES: second, PREFIX_VALID: F.pad(self.valid, (0, missing))}
 
     @classmethod
-    def from_entries(cls, tensordict: TensorDictBase) -> PrefixCache | None:
+    def from_entries(cls, tensordict: TensorDictBase) -> "PrefixCache | None":
         """Invert :meth:`to_entries`; ``None`` if the batch has no such entries."""
         valid = tensordict.get(PREFIX_VALID, None)
         if valid is None:

@@ -12,8 +12,6 @@ reinforcement learning a step is drawn from a Gaussian instead:
 Formulas and defaults are those of RLinf (Zang et al. 2025, arXiv 2510.25889), checked against its numbers.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """What flow policies on a Vision-Language-Model share: a prefix computed once, an expert, heads beside the network."""
 
-from __future__ import annotations
-
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """What a policy needs of a checkpoint folder of LeRobot, whatever its network is."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace

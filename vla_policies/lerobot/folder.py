@@ -8,8 +8,6 @@ folder. Of LeRobot before 0.4 are names without ``model.``, and statistics among
 executed.
 """
 
-from __future__ import annotations
-
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
@@ -69,7 +67,7 @@ class LeRobotFolder:
     weights: Mapping[str, Entry] = field(repr=False)  # every tensor by name; headers only
 
     @classmethod
-    def read(cls, folder: str | Path, kinds: Mapping[str, str]) -> LeRobotFolder:
+    def read(cls, folder: str | Path, kinds: Mapping[str, str]) -> "LeRobotFolder":
         """Read a folder of one of ``kinds`` of policies, or download ``hf:NAME`` first.
 
         Each has a step of its preprocessor that no other policy has. FileNotFoundError: a part is missing. ValueError:

@@ -1,7 +1,5 @@
 """Flow policies that load LeRobot's checkpoints: cameras by name, its images, words, statistics and steps."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path

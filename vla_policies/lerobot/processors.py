@@ -1,7 +1,5 @@
 """LeRobot's processors: lists of steps before and after the network, as ``policy_*processor.json`` has them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Prompts as LeRobot's processors write them, with the tokenizer that is saved beside them."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from vla_common.plain import parse_json

@@ -1,7 +1,5 @@
 """Normalisation as LeRobot's processors do it: the formulas of lerobot 0.6.2, processor/normalize_processor.py."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +28,7 @@ class FeatureStatistics:
     @classmethod
     def read(
         cls, tensors: Mapping[str, Tensor], feature: str, mode: str, epsilon: float, what: str
-    ) -> FeatureStatistics:
+    ) -> "FeatureStatistics":
         """Take the statistics ``<feature>.<name>`` of a ``mode``; ValueError, which begins with ``what``, without."""
         if mode == IDENTITY:
             return cls(mode, torch.zeros(0), torch.zeros(0), epsilon)

@@ -1,7 +1,5 @@
 """The repeated blocks of a network: finding and running them, and a part of many."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -6,8 +6,6 @@ with registers, Darcet et al. 2023 (arXiv 2309.16588); SigLIP, Zhai et al. 2023 
 OpenVLA-OFT, Kim et al. 2025 (arXiv 2502.19645).
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Sizes of OpenVLA's vision backbone, read from a checkpoint, and which of its tensors nothing depends on."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -59,7 +57,7 @@ class TransformerConfig:
         return self.patch_size * round(self.num_patches**0.5)
 
     @classmethod
-    def from_shapes(cls, shapes: Mapping[str, Sequence[int]], heads: int, prefix: str) -> TransformerConfig:
+    def from_shapes(cls, shapes: Mapping[str, Sequence[int]], heads: int, prefix: str) -> "TransformerConfig":
         """Read the sizes from the shapes of tensors ``prefix...``; ValueError if one that tells a size is missing."""
         blocks = {int(found[1]) for name in shapes if (found := re.match(re.escape(prefix) + r"blocks\.(\d+)\.", name))}
         try:
@@ -98,7 +96,7 @@ class VisionConfig:
             )
 
     @classmethod
-    def from_shapes(cls, shapes: Mapping[str, Sequence[int]], heads: Sequence[int]) -> VisionConfig:
+    def from_shapes(cls, shapes: Mapping[str, Sequence[int]], heads: Sequence[int]) -> "VisionConfig":
         """Read the sizes from a checkpoint's shapes, by names with or without ``"vision_backbone."``.
 
         ``heads`` are those of :func:`heads_of`. ValueError: a tensor that tells a size is missing, or they do not fit.

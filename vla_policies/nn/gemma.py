@@ -5,8 +5,6 @@ Intelligence 2025, arXiv 2504.16054; SmolLM2 (a Llama) and layers that read the 
 al. 2025, arXiv 2506.01844. Names are those of openpi's and LeRobot's PyTorch checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
@@ -44,7 +42,7 @@ class GemmaConfig:
     @classmethod
     def from_shapes(
         cls, shapes: Mapping[str, Sequence[int]], prefix: str, head_dim: int | None = None, **kinds: bool
-    ) -> GemmaConfig:
+    ) -> "GemmaConfig":
         """Read sizes from the shapes of tensors ``prefix...``; KeyError if one is missing.
 
         ``head_dim`` is what shapes do not tell (``None``: there is one key-value head); ``kinds`` as in the class.

@@ -3,8 +3,6 @@
 Touvron et al. 2023, arXiv 2307.09288. Importing this module does not import transformers; making a model does.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -37,7 +35,7 @@ class LlamaConfig:
     rope_theta: float = 10000.0
 
     @classmethod
-    def from_dict(cls, text_config: Mapping[str, Any]) -> LlamaConfig:
+    def from_dict(cls, text_config: Mapping[str, Any]) -> "LlamaConfig":
         """Read the ``text_config`` of a ``config.json``; entries that do not shape the model are ignored."""
         known = {entry.name: text_config[entry.name] for entry in fields(cls) if entry.name in text_config}
         known.setdefault("num_key_value_heads", known.get("num_attention_heads", cls.num_attention_heads))
@@ -62,7 +60,7 @@ class Llama(nn.Module):
         return self.model.embed_tokens(tokens)
 
     def hidden_states(
-        self, embeddings: Tensor, valid: Tensor, positions: Tensor, *, causal: bool, cache: DynamicCache | None = None
+        self, embeddings: Tensor, valid: Tensor, positions: Tensor, *, causal: bool, cache: "DynamicCache | None" = None
     ) -> Tensor:
         """Return the hidden states ``[N, S, hidden]`` after the final norm, of the tokens that are new to ``cache``.
 

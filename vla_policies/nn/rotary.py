@@ -1,7 +1,5 @@
 """Rotary positions. Su et al. 2021, arXiv 2104.09864."""
 
-from __future__ import annotations
-
 from functools import lru_cache
 
 import torch

@@ -1,7 +1,5 @@
 """SigLIP as it stands in PaliGemma and SmolVLM (names of transformers). Zhai et al. 2023, arXiv 2303.15343."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """Value heads, by the initialisation of RLinf's."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """What the policies OpenVLA and OpenVLA-OFT share: everything but how a decision is decoded."""
 
-from __future__ import annotations
-
 import warnings
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence

@@ -6,8 +6,6 @@ Layout: ``config.json``, ``preprocessor_config.json``, ``dataset_statistics.json
 published layout has no place for: family, head, sequence layout, chunk and the like.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -54,7 +52,7 @@ class OpenVLACheckpoint:
     value_head: Path | None = None
 
     @classmethod
-    def read(cls, folder: str | Path, family: str | None = None) -> OpenVLACheckpoint:
+    def read(cls, folder: str | Path, family: str | None = None) -> "OpenVLACheckpoint":
         """Read a folder, or download ``hf:NAME`` first; ``family`` if it has to be this one.
 
         FileNotFoundError: no such folder, or files are missing. ValueError: files of another kind of model or family.

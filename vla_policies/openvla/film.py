@@ -6,8 +6,6 @@ layers; writing adds adapters that do nothing, because the official loader wants
 Source: the layout of openvla-oft; FiLM: Perez et al. 2018, arXiv 1709.07871.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Kim et al. 2025, "Fine-Tuning Vision-Language-Action Models", arXiv 2502.19645.
 """
 
-from __future__ import annotations
-
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -1,7 +1,5 @@
 """What an OpenVLA checkpoint is, lacks and takes of a GPU: from its small files, headers, or published sizes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path

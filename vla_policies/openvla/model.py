@@ -3,8 +3,6 @@
 Karamcheti et al. 2024, arXiv 2402.07865; OpenVLA: Kim et al. 2024, arXiv 2406.09246.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 import torch

@@ -1,7 +1,5 @@
 """OpenVLA-OFT: a chunk of actions per decision, all its tokens decoded at once. Kim et al. 2025, arXiv 2502.19645."""
 
-from __future__ import annotations
-
 from typing import Any, ClassVar
 
 import torch

@@ -1,7 +1,5 @@
 """OpenVLA: one action per decision, decoded token by token. Kim et al. 2024, arXiv 2406.09246."""
 
-from __future__ import annotations
-
 from typing import ClassVar
 
 import torch

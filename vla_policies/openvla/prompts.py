@@ -1,7 +1,5 @@
 """OpenVLA's prompt, tokenised with the tokenizer that comes with a checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from vla_policies.processing.prompts import PromptTokens, read_tokenizer

@@ -1,7 +1,5 @@
 """A tiny OpenVLA checkpoint in the published layout: random weights, a tokenizer of few words, invented statistics."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -7,8 +7,6 @@ PaliGemma's tokenizer as a sentencepiece file. Ours are ``vla_torchrl.json``, th
 among the weights.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -96,7 +94,7 @@ class Pi0Checkpoint:
     weights: Mapping[str, Entry] = field(repr=False)  # every tensor by name; headers only
 
     @classmethod
-    def read(cls, folder: str | Path) -> Pi0Checkpoint:
+    def read(cls, folder: str | Path) -> "Pi0Checkpoint":
         """Read a folder, or download ``hf:NAME`` first.
 
         FileNotFoundError: weights, statistics or tokenizer are missing. ValueError: a JAX checkpoint, unusable files.

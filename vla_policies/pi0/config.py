@@ -1,7 +1,5 @@
 """Settings of pi0 and pi0.5."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated
 

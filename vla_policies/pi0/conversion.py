@@ -1,7 +1,5 @@
 """pi0 and pi0.5 from openpi's layout into LeRobot's and back: the same network and heads in another folder."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import fields
 from pathlib import Path

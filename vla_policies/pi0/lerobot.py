@@ -1,7 +1,5 @@
 """pi0 and pi0.5 in LeRobot's layout: openpi's networks, with LeRobot's images, prompts, statistics and cameras."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar

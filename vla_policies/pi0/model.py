@@ -4,8 +4,6 @@ Black et al. 2024, arXiv 2410.24164 (pi0); Physical Intelligence 2025, arXiv 250
 those of openpi's PyTorch checkpoints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +47,7 @@ class Pi0ModelConfig:
         return self.vision.num_patches
 
     @classmethod
-    def from_shapes(cls, shapes: Mapping[str, Sequence[int]], vision_heads: int | None = None) -> Pi0ModelConfig:
+    def from_shapes(cls, shapes: Mapping[str, Sequence[int]], vision_heads: int | None = None) -> "Pi0ModelConfig":
         """Read all sizes from the shapes of a checkpoint's tensors; ValueError if one that tells a size is missing.
 
         ``vision_heads`` are attention heads of SigLIP, which shapes do not tell; ``None`` for 72 numbers per head.

@@ -1,7 +1,5 @@
 """pi0 and pi0.5: flow-matching Vision-Language-Action policies that load openpi's PyTorch checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path

@@ -5,8 +5,6 @@ data configurations); each benchmark's schema has those of its variants. Actions
 numbers, or as ``joints`` convert them, padded by the network to 32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 

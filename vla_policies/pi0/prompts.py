@@ -1,7 +1,5 @@
 """Prompts of pi0 and pi0.5, tokenised with PaliGemma's sentencepiece file."""
 
-from __future__ import annotations
-
 from vla_policies.pi0.checkpoint import TOKENIZERS
 from vla_policies.processing.prompts import PromptTokens, one_line
 

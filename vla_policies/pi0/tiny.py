@@ -1,7 +1,5 @@
 """A tiny checkpoint of pi0 or pi0.5 in openpi's layout: random weights, few words, invented statistics."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from io import BytesIO

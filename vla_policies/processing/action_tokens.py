@@ -1,7 +1,5 @@
 """Action tokens: each dimension of an action is one of a number of evenly spaced values."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import numpy as np

@@ -5,8 +5,6 @@ own order, number and signs. An :class:`Adapter` converts between the two, as th
 :class:`~vla_common.schema.BenchmarkSchema` says.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +66,7 @@ class Adapter:
         dimensions: tuple[int, ...] | None = None,
         gripper: tuple[float, float] | None = None,
         joints: Mapping[str, Sequence[int]] | None = None,
-    ) -> Adapter:
+    ) -> "Adapter":
         """Build the adapter of a registered benchmark; attributes that are ``None`` are the simulator's.
 
         ``gripper`` is what means closed and open to the model (``None``: the number passes through), ``joints``

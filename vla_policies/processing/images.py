@@ -5,8 +5,6 @@ vision backbone. Each checkpoint is trained on the pixels of one resize: Pillow'
 round trip and TensorFlow's Lanczos filter (OpenVLA-OFT). No version of an image library decides a pixel.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,7 +36,7 @@ class ImagePreprocessor:
     @classmethod
     def from_config(
         cls, config: Mapping[str, Any], *, resize_method: str = "bicubic", crop: bool = False
-    ) -> ImagePreprocessor:
+    ) -> "ImagePreprocessor":
         """Read a checkpoint's ``preprocessor_config.json``; it does not know of the other settings.
 
         ValueError: an entry is missing, or the images are not to be resized as published OpenVLA models do.

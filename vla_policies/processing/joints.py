@@ -7,8 +7,6 @@ A schema names the transforms of a preset and their dimensions, of states and ac
 A name is one of :data:`TRANSFORMS`, or ``"package.module:object"`` of another package's :class:`JointTransform`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -71,7 +69,7 @@ class JointSpace:
     transforms: tuple[tuple[JointTransform, tuple[int, ...]], ...] = ()
 
     @classmethod
-    def from_names(cls, names: Mapping[str, Sequence[int]], size: int) -> JointSpace:
+    def from_names(cls, names: Mapping[str, Sequence[int]], size: int) -> "JointSpace":
         """Find the transforms of a schema, dimensions by name; states and actions both have ``size`` of them.
 
         ValueError: no transform of that name, or no such dimension.

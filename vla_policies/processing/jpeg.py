@@ -7,8 +7,6 @@ alone is 1.3 levels of 255 in the mean and 10 at most. Only what loses something
 library; the lossless coding of a file is left out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import lru_cache
 from math import cos, pi

@@ -4,8 +4,6 @@ A rollout then stores 150 kB for each camera of a 224-pixel model instead of 921
 epochs of an update resize nothing. The resize knows no weights, so the update sees the pixels that the policy acted on.
 """
 
-from __future__ import annotations
-
 from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar

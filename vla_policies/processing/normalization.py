@@ -5,8 +5,6 @@ bounds are the 1st and 99th percentile of the training data (kind ``q99``, most 
 ``min_max``, ALOHA and RoboTwin). Which of the two a checkpoint was trained with is part of the checkpoint.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -62,7 +60,7 @@ class ActionStatistics:
     @classmethod
     def from_json(
         cls, statistics: Mapping[str, Mapping[str, Any]], unnorm_key: str | None, kind: str = "q99"
-    ) -> ActionStatistics:
+    ) -> "ActionStatistics":
         """Read ``dataset_statistics.json`` or ``norm_stats``: of the only data set, or that of ``unnorm_key``.
 
         Each has ``action`` and perhaps ``proprio``, with the bounds of the ``kind`` (``q99``, ``min_max``) and perhaps

@@ -4,8 +4,6 @@ What was drawn and the action that came of it are two entries, often of one shap
 is a number like any other: distributions of the library refuse it.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.distributions import Categorical

@@ -1,7 +1,5 @@
 """Connections to a policy server: each wait has an end, and a server that comes back is asked again."""
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """By what names an observation is sent, and the observation of one moment to and from a message."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 

@@ -1,7 +1,5 @@
 """A policy that another process computes: observations go to its server, actions come back."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path

@@ -5,8 +5,6 @@ Both are read, whichever was written: openpi (``openpi_client/msgpack_numpy.py``
 texts, lists, dicts and arrays of numbers, and nothing else.
 """
 
-from __future__ import annotations
-
 import io
 import math
 import re

@@ -6,8 +6,6 @@ did not. Where the maps start matters: nearly equal ones under a sharp softmax p
 image, and a policy that finds nothing there learns to do without.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated

@@ -4,8 +4,6 @@ A small transformer reads the three tokens of :class:`~vla_policies.small.encode
 with one token per noisy action, to which its time is added, and says how fast each flows.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """What the small policies compute in: float32, or bfloat16 on weights in float32."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """A text encoder that needs no download: words and word pairs are hashed into an embedding table."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import zlib

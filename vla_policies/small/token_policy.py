@@ -4,8 +4,6 @@ A small transformer reads the three tokens of :class:`~vla_policies.small.encode
 action of the chunk; a linear head gives the logits of the action tokens of all dimensions in parallel.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self

@@ -1,7 +1,5 @@
 """What is in a checkpoint folder of SmolVLA, in LeRobot's layout, and the same folder written again."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,7 +28,7 @@ class SmolVLACheckpoint(LeRobotCheckpoint):
     vlm: Mapping[str, Any]  # config.json of its VLM, empty for SmolVLM2-500M
 
     @classmethod
-    def read(cls, folder: str | Path) -> SmolVLACheckpoint:
+    def read(cls, folder: str | Path) -> "SmolVLACheckpoint":
         """Read a folder, or download ``hf:NAME`` first; errors of :meth:`LeRobotFolder.read`.
 
         The ``config.json`` of a VLM other than SmolVLM2-500M is in a folder called ``vlm_model_name``, in this one.

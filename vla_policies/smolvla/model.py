@@ -4,8 +4,6 @@ Shukor et al. 2025, arXiv 2506.01844; SmolVLM, Marafioti et al. 2025, arXiv 2504
 LeRobot's checkpoints without the ``model.`` that each begins with there.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -45,7 +43,7 @@ class SmolVLAModelConfig:
     @classmethod
     def from_shapes(
         cls, shapes: Mapping[str, Sequence[int]], vlm: Mapping[str, Any] | None = None
-    ) -> SmolVLAModelConfig:
+    ) -> "SmolVLAModelConfig":
         """Read all sizes from the shapes of a checkpoint's tensors.
 
         ``vlm`` is the ``config.json`` of its VLM, for the numbers of heads, which shapes do not tell (``None``: of

@@ -1,7 +1,5 @@
 """SmolVLA: a flow-matching Vision-Language-Action policy of 450 M parameters that loads LeRobot's checkpoints."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any, ClassVar
 

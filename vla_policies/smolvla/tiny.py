@@ -1,7 +1,5 @@
 """A tiny checkpoint of SmolVLA in LeRobot's layout: random weights, few words, invented statistics."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

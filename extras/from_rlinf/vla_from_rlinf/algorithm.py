@@ -1,7 +1,5 @@
 """The algorithm: what RLinf's ``algorithm`` says."""
 
-from __future__ import annotations
-
 import math
 
 from vla_from_rlinf.keys import DIFFERS, NONE, NOTHING, Keys

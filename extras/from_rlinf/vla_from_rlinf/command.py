@@ -1,7 +1,5 @@
 """``vla-from-rlinf FILE.yaml``: the command that means the same, and what was not translated."""
 
-from __future__ import annotations
-
 import argparse
 import sys
 from collections.abc import Iterator, Sequence

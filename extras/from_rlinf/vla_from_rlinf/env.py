@@ -1,7 +1,5 @@
 """The section ``env`` of what RLinf's ``env.train`` says."""
 
-from __future__ import annotations
-
 from pathlib import PurePath
 
 from vla_common.errors import unknown_name

@@ -1,7 +1,5 @@
 """The keys of a file of RLinf: what reads one is noted, so that in the end each is accounted for."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar

@@ -1,7 +1,5 @@
 """The section ``policy`` of what RLinf's ``actor.model`` says."""
 
-from __future__ import annotations
-
 from vla_from_rlinf.keys import DIFFERS, NONE, NOTHING, SAME, Keys
 
 MODEL = "actor.model."

@@ -4,8 +4,6 @@ Nothing of the file is executed: YAML as plain data, and of interpolations only 
 followed. Resolvers (``${oc.env:HOME}``) stay as they are written.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Optimizer, processes and how long: what RLinf's ``actor.optim``, ``runner``, ``cluster`` and ``env.eval`` say."""
 
-from __future__ import annotations
-
 from hydra.core.override_parser.types import Quote, QuotedString
 
 from vla_from_rlinf.env import TRAIN

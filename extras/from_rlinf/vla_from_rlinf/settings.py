@@ -1,7 +1,5 @@
 """Settings of the recipes: how they are composed, how one is typed, and from where the least has to be typed."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import math

@@ -1,7 +1,5 @@
 """Why nothing is made of a key: the table ``untranslated.yaml``, read in RLinf's code at commit a3816b596."""
 
-from __future__ import annotations
-
 from fnmatch import fnmatchcase
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """A small convolutional policy with Gaussian actions: all that a policy of one's own needs."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
