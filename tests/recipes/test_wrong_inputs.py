@@ -114,7 +114,8 @@ FILES = [  # {place} is a folder of wrong checkpoints
         "ppo policy.checkpoint={place}/rlinf",
         "is a pickle; convert it with RLinf's python -m .*and pass NEW",
     ),
-    ("ppo policy.checkpoint={place}/run", r"is not a policy folder.*type policy\.checkpoint=.*/run/policy"),
+    ("ppo policy.checkpoint={place}/run", r"is not a policy folder.*type that of its policy: .*/run/policy"),
+    ("ppo policy.checkpoint={place}/unfinished", "has not finished, and no policy yet; type its command again"),
     ("ppo policy.checkpoint={place}/cut", r"has another model\.safetensors than was written.*copy the folder again"),
     ("ppo policy.checkpoint={place}/broken", r"has another config\.json than was written.*copy the folder again"),
     ("ppo policy.checkpoint={place}/file", "file is a file; pass the checkpoint folder"),
@@ -264,6 +265,7 @@ def place(tmp_path_factory):
     (folder / "random" / "model.safetensors").write_bytes(os.urandom(5000))
     (folder / "broken" / "config.json").write_text("{bad")
     (folder / "empty").mkdir()
+    (folder / "unfinished" / "checkpoints").mkdir(parents=True)
     (folder / "rlinf").mkdir()
     (folder / "rlinf" / "full_weights.pt").write_bytes(b"")
     (folder / "file").write_text("text")

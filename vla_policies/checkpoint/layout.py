@@ -79,7 +79,9 @@ def unconverted(folder: Path) -> str | None:
 
 def _not_a_policy(folder: Path, file: str) -> str:
     if (folder / "policy" / CONFIG).is_file():
-        return f"{folder} is not a policy folder but a run's; type policy.checkpoint={folder / 'policy'}"
+        return f"{folder} is not a policy folder but a run's; type that of its policy: {folder / 'policy'}"
+    if (folder / "checkpoints").is_dir():
+        return f"{folder} has a run that has not finished, and no policy yet; type its command again, which resumes it"
     return unconverted(folder) or (
         f"{folder} is not a policy folder: it has no {file}; pass an OpenVLA checkpoint, or the folder that "
         "save_pretrained or a recipe wrote, such as runs/ppo/latest/policy"
