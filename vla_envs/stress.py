@@ -23,6 +23,8 @@ NOISE = 50.0  # standard deviation at strength 1, of 255
 # Of a camera at strength 1, at most: rad around what it looks at, up or down and sideways each; rad about its own axis;
 # shares of its distance and of its view, by which it is nearer and looks past.
 ORBIT, ROLL, NEARER, PAN = np.radians(10.0), np.radians(5.0), 0.1, 0.1
+# Of the light at strength 1, at most: factors of it and of each of its colours, rad about the vertical.
+BRIGHTER, TINT, AROUND = 3.0, 0.2, np.radians(60.0)
 REACH = 0.06  # m; how far the hand begins from its usual start, at most, at strength 1
 _ATTEMPTS = 20  # to begin where the task is not solved
 
@@ -163,6 +165,12 @@ def camera_motion(draw: np.ndarray, distance: float, view: float) -> np.ndarray:
     turned[:3, :3] = rotation(PAN * view * tilt, PAN * view * pan, ROLL * roll)
     there[2, 3], back[2, 3] = -distance, distance * (1 + NEARER * nearer)
     return there @ orbit @ back @ turned
+
+
+def light_change(strength: float, random: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Draw factors of red, green and blue, float64 ``[3]``, and how lights turn about the vertical, ``[3, 3]``."""
+    brightness, turn, *tint = strength * random.uniform(-1, 1, 5)
+    return BRIGHTER**brightness * (1 + TINT * np.array(tint)), rotation(0, 0, AROUND * turn)
 
 
 def rotation(x: float, y: float, z: float) -> np.ndarray:

@@ -47,7 +47,7 @@ def needs_plate25(test):
 
 
 def need_robotwin():
-    """Skip the calling module without a Vulkan driver, a checkout of RoboTwin or assets."""
+    """Skip the calling test or module without a Vulkan driver, a checkout of RoboTwin or assets."""
     try:
         vulkan.check_driver()
         robotwin.check_packages()

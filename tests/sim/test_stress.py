@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from simulators import SLOW, libero_assets, some
+from simulators import SLOW, libero_assets, need_robotwin, needs_maniskill_driver, some
 
 from vla_envs import Episode, check_simulator, make_spec
 from vla_envs.metaworld.spec import suites
@@ -19,6 +19,9 @@ def run(spec, episode, actions):
     first = simulator.observe()
     pictures = [first.images.copy(), *([] if first.wrist_images is None else [first.wrist_images])]
     states, outcomes = [first.states], []
+    if hasattr(simulator, "execute"):  # of chunks alone
+        outcomes, actions = simulator.execute(first.states + 0.05 * actions), ()
+        states.append(simulator.observe().states)
     for action in actions:
         outcomes.append(simulator.step(action))
         states.append(simulator.observe().states)
@@ -173,3 +176,25 @@ def test_calvin_is_its_clean_twin_but_for_the_stress():
     check_pairs(make, ("start", "camera", "noise", "wording"), walk(7, 6), Episode(0, 2))
     with pytest.raises(ValueError, match="has no stress by light; it has start, camera, noise, wording"):
         make({"light": 0.2})
+
+
+# ---- ManiSkill and RoboTwin
+
+
+@needs_maniskill_driver
+def test_maniskill_is_its_clean_twin_but_for_the_stress():
+    def make(stress):
+        return make_spec("maniskill/StackCube-v1", image_size=64, stress=stress)
+
+    check_pairs(make, ("camera", "light", "noise"), walk(7, 3), Episode(0, 2))
+
+
+def test_robotwin_is_its_clean_twin_but_for_the_stress():
+    need_robotwin()
+
+    def make(stress, **options):
+        return make_spec("robotwin/click_bell", render_quality="fast", stress=stress, **options)
+
+    check_pairs(make, ("camera", "light"), walk(14, 4), Episode(0, 2))
+    with pytest.raises(ValueError, match="has no stress by light; it has camera, noise, wording"):
+        make({"light": 0.2}, task_config="demo_randomized")

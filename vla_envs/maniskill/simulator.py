@@ -141,6 +141,12 @@ class BuiltInSimulator(ManiSkillSimulator):
             self._world._hidden_objects.remove(goal)
             goal.show_visual()
 
+    def perturb(self, kind: str, strength: float, random: np.random.Generator) -> None:
+        from vla_envs.rendering import sapien_look
+
+        camera, scene = self._world._sensors["base_camera"].camera._render_cameras[0], self._world.scene.sub_scenes[0]
+        sapien_look.perturb(kind, camera, scene, np.zeros(3), strength, random)
+
     def observe(self) -> Observation:
         seen = self._world._get_obs_sensor_data()
         wrist = seen["hand_camera"]["rgb"].cpu().numpy() if self.spec.wrist_image_shape else None

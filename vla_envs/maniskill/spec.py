@@ -237,6 +237,7 @@ def _built_in(
             (control_mode, CONTROL_MODE, "control mode {value} instead of {usual}"),
             (described, "", "camera with {value} instead of ManiSkill's"),
         ),
+        perturbs=("camera", "light"),
         options={
             "reward_mode": _reward_mode("built-in", reward_type or "success"),
             "control_mode": control_mode,

@@ -5,10 +5,8 @@ from typing import Any
 import mujoco
 import numpy as np
 
-from vla_envs.stress import camera_motion, rotation
+from vla_envs.stress import camera_motion, light_change, rotation
 
-# At strength 1, at most: factors of the light and of each of its colours, rad about the vertical.
-_BRIGHTER, _TINT, _AROUND = 3.0, 0.2, np.radians(60.0)
 _THINGS, _ATTEMPTS = 8, 200  # at strength 1, and to find places for them
 _SIZES = 0.015, 0.035  # m; half of a thing
 _AWAY = 0.06  # m that a thing keeps from the middle of a site, such as a goal, beside its own size
@@ -33,9 +31,7 @@ class Look:
         if kind == "camera":
             self.camera = strength * random.uniform(-1, 1, 6)
         elif kind == "light":
-            brightness, turn, *tint = strength * random.uniform(-1, 1, 5)
-            self._brightness = _BRIGHTER**brightness * (1 + _TINT * np.array(tint))
-            self._turn = rotation(0, 0, _AROUND * turn)
+            self._brightness, self._turn = light_change(strength, random)
         else:
             self._place(int(np.ceil(_THINGS * strength)), random)
 

@@ -13,6 +13,7 @@ from vla_envs.robotwin.world import UnstableEpisode, World
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 
 STOOD = "an arm stood still in a chunk: there is no time-optimal motion through its joint positions"
+_TABLE = np.array([0, 0, 0.74])  # m, its middle
 MOST_REPLACEMENTS = 20  # of a seed whose objects do not come to rest, by the next one
 
 
@@ -56,6 +57,11 @@ class RoboTwinSimulator:
         replaced = [] if seed == named else [f"RoboTwin's seed {named} is unstable, {seed} runs in its place"]
         self.remark = "; ".join([*replaced, *self.world.untouchable])
         self.seed, self._left, self._solved = seed, self.spec.options["limits"][name], False
+
+    def perturb(self, kind: str, strength: float, random: np.random.Generator) -> None:
+        from vla_envs.rendering import sapien_look
+
+        sapien_look.perturb(kind, self.world.head_camera, self.world.task.scene, _TABLE, strength, random)
 
     def execute(self, chunk: np.ndarray) -> list[Outcome]:
         chunk = chunk[: max(self._left, 1)]

@@ -140,6 +140,7 @@ def make_spec(
         control_frequency=None,
         protocol=f"{task_config}, {_describe(arms)}, {_SEEDS[seeds]}, {_numbers(limits.values())} actions",
         protocol_deviations=(*found, *_deviations(options, drawn, shapes)),
+        perturbs=("camera", "light") if task_config == "demo_clean" else ("camera",),  # the other has its own lights
         options=options,
     )
 

@@ -140,14 +140,19 @@ class World:
                 task.scene.set_ambient_light(ambient)
         return images[0], np.stack(images[1:]) if self._wrist else None
 
+    @property
+    def head_camera(self) -> Any:
+        """SAPIEN's, of the episode."""
+        cameras = self.task.cameras
+        return cameras.static_camera_list[cameras.static_camera_name.index("head_camera")]
+
     def _pictures(self) -> Iterator[np.ndarray]:
         """Draw each view, float32 ``[H, W, 4]``.
 
         A camera that draws keeps 240 MB of shadow maps. So one of them draws all views of its kind, from the poses of
         the others: the same pixels in a third of the memory, and of the time of an episode's first frames.
         """
-        cameras = self.task.cameras
-        drawing = cameras.static_camera_list[cameras.static_camera_name.index("head_camera")]
+        cameras, drawing = self.task.cameras, self.head_camera
         yield _draw(drawing)
         if not self._wrist:
             return
