@@ -59,6 +59,7 @@ def diagnose(all_names: bool = False) -> int:
     for benchmark, names in found:
         print("".join(f"{line}\n" for line in _environments(benchmark, names, all_names)), end="")
     built = [benchmark for benchmark, names in found if names]
+    print("\nTrying each of them out takes up to a minute ...", flush=True)
     with ThreadPoolExecutor() as threads:
         checked = dict(zip((b.name for b in built), threads.map(_check, built), strict=True))
     everything = [finding for findings in checked.values() for finding in findings]
