@@ -16,8 +16,7 @@ def perturb(
         before = camera.get_model_matrix()  # its axes are the usual ones
         distance = float(np.linalg.norm(middle - before[:3, 3]))
         after = before @ camera_motion(strength * random.uniform(-1, 1, 6), distance, camera.fovy)
-        moved = sapien.Pose(after @ np.linalg.inv(before))
-        camera.entity.set_pose(moved * camera.entity.pose)
+        camera.entity.set_pose(sapien.Pose(after @ np.linalg.inv(before)) * camera.entity.pose)
         return
     brightness, turn = light_change(strength, random)
     around = sapien.Pose(p=middle) * sapien.Pose(np.block([[turn, np.zeros((3, 1))], [0, 0, 0, 1]]))
