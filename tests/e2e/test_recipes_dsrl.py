@@ -79,8 +79,10 @@ def test_it_steers_a_checkpoint_and_evaluate_reads_what_it_wrote(kind, tmp_path)
 
 
 def test_a_clone_of_the_expert_is_the_base_after_a_kill_too(tmp_path):
-    folder, more = tmp_path / "cloned", ("iterations=2", "demonstrations.episodes=4", "cloning.steps=20")
-    assert lives.wait(lives.live("dsrl", folder, None, lives.dies_in_extend(Replay, 1), more)) == 128 + signal.SIGKILL
+    folder = tmp_path / "cloned"
+    more = ("iterations=2", "checkpoint_every=1", "demonstrations.episodes=4", "cloning.steps=20")
+    # In the second iteration: the checkpoint after the first waited until that before it was written.
+    assert lives.wait(lives.live("dsrl", folder, None, lives.dies_in_extend(Replay, 2), more)) == 128 + signal.SIGKILL
     cloned = base_of(folder / "checkpoints" / "step_00000000" / "policy")
     assert lives.wait(lives.live("dsrl", folder, more=more)) == 0, lives.last_words(folder)
     assert (folder / "warm_start" / "metrics.jsonl").read_text().count("train/loss") == 20
