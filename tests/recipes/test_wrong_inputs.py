@@ -115,6 +115,7 @@ FILES = [  # {place} is a folder of wrong checkpoints
         "is a pickle; convert it with RLinf's python -m .*and pass NEW",
     ),
     ("ppo policy.checkpoint={place}/run", r"is not a policy folder.*type that of its policy: .*/run/policy"),
+    ("ppo policy.checkpoint={place}/evaluation", r"is not a policy folder: it has no config\.json; pass"),
     ("ppo policy.checkpoint={place}/unfinished", "has not finished, and no policy yet; type its command again"),
     ("ppo policy.checkpoint={place}/cut", r"has another model\.safetensors than was written.*copy the folder again"),
     ("ppo policy.checkpoint={place}/broken", r"has another config\.json than was written.*copy the folder again"),
@@ -265,8 +266,10 @@ def place(tmp_path_factory):
     (folder / "random" / "model.safetensors").write_bytes(os.urandom(5000))
     (folder / "broken" / "config.json").write_text("{bad")
     (folder / "empty").mkdir()
-    (folder / "unfinished").mkdir()
-    (folder / "unfinished" / "run.json").write_text("{}")
+    (folder / "unfinished" / "checkpoints").mkdir(parents=True)
+    (folder / "evaluation").mkdir()
+    for name in ("unfinished", "evaluation"):
+        (folder / name / "run.json").write_text("{}")
     (folder / "rlinf").mkdir()
     (folder / "rlinf" / "full_weights.pt").write_bytes(b"")
     (folder / "file").write_text("text")

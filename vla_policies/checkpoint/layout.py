@@ -80,7 +80,7 @@ def unconverted(folder: Path) -> str | None:
 def _not_a_policy(folder: Path, file: str) -> str:
     if (folder / "policy" / CONFIG).is_file():
         return f"{folder} is not a policy folder but a run's; type that of its policy: {folder / 'policy'}"
-    if (folder / "run.json").is_file():
+    if (folder / "run.json").is_file() and (folder / "checkpoints").is_dir():  # evaluations have none
         return f"{folder} has a run that has not finished, and no policy yet; type its command again, which resumes it"
     return unconverted(folder) or (
         f"{folder} is not a policy folder: it has no {file}; pass an OpenVLA checkpoint, or the folder that "
