@@ -25,11 +25,11 @@ class Report:
 
 
 def describe_weights(weights: Mapping[str, Entry]) -> str:
-    """Count parameters, dtypes, bytes and files, from headers."""
+    """Count numbers, dtypes, bytes and files, from headers, which do not tell a buffer from a parameter."""
     count = sum(prod(entry.shape) for entry in weights.values())
     dtypes = Counter(str(entry.dtype).removeprefix("torch.") for entry in weights.values())
     size = sum(prod(entry.shape) * (entry.dtype or torch.int64).itemsize for entry in weights.values())
     files = len({entry.file for entry in weights.values()})
     unit, amount = ("GB", size / 1e9) if size > 1e9 else ("MB", size / 1e6)
     names = ", ".join(name for name, _ in dtypes.most_common())
-    return f"{count:,} parameters, {names}, {amount:.1f} {unit} in {files} file{'s' if files > 1 else ''}"
+    return f"{count:,} parameters and buffers, {names}, {amount:.1f} {unit} in {files} file{'s' if files > 1 else ''}"
