@@ -378,17 +378,13 @@ class ChunkClipPPOLoss(ChunkPolicyLoss):
         """Compute those of :class:`ChunkPolicyLoss`, and the critic's."""
         out = super().terms(tensordict, log_prob, entropy, value, whole)
         if self._has_critic:
-            mask = tensordict[keys.NEXT, keys.STEP_MASK]
-            all_of_it = mask if whole is None else whole[keys.NEXT, keys.STEP_MASK]
-            terms, number = self._value_terms(tensordict, value, mask, all_of_it, tensordict.get(keys.WEIGHT, None))
-            out.update(terms)
-            out["weights"].update({name: number for name in terms if not name.startswith("loss_")})
+            self._add_value_terms(out, tensordict, value, whole)
         return out
 
-    def _value_terms(
-        self, tensordict: TensorDictBase, value: Tensor | None, mask: Tensor, all_of_it: Tensor, weight: Tensor | None
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Clipped Huber loss of the value (Schulman et al.'s PPO2 form: the worse of the two errors), and how many."""
+    def _add_value_terms(
+        self, out: TensorDict, tensordict: TensorDictBase, value: Tensor | None, whole: TensorDictBase | None
+    ) -> None:
+        """Clipped Huber loss of the value (Schulman et al.'s PPO2 form: the worse of the two errors)."""
         if value is None:
             raise ValueError(
                 f"critic_coeff is {float(self.critic_coeff):g}, but the policy has no value head: "
@@ -400,21 +396,23 @@ class ChunkClipPPOLoss(ChunkPolicyLoss):
                 f"the policy's value is {list(value.shape)} and 'value_target' {list(target.shape)}: a value per "
                 "primitive action goes with reward_level='action', one per decision with reward_level='chunk'"
             )
+        mask, weight = tensordict[keys.NEXT, keys.STEP_MASK], tensordict.get(keys.WEIGHT, None)
         per_action = value.shape == mask.shape
         valid = mask if per_action else mask.any(-1, keepdim=True)
+        all_of_it = mask if whole is None else whole[keys.NEXT, keys.STEP_MASK]
         number = count(all_of_it, "action" if per_action else "chunk", 1)
         value, target = torch.where(valid, value, 0.0), torch.where(valid, target, 0.0)  # as above: not even a NaN
         loss = F.huber_loss(value, target, reduction="none", delta=self.huber_delta)
-        terms = {}
         if self.clip_value is not None:
             old = torch.where(valid, tensordict[self.tensor_keys.value], 0.0)
             change = value - old
             near = old + change.clamp(-self.clip_value, self.clip_value)
             loss = torch.maximum(loss, F.huber_loss(near, target, reduction="none", delta=self.huber_delta))
-            terms["value_clip_fraction"] = mean((change.detach().abs() > self.clip_value).float(), valid)
-        terms["loss_critic"] = self.critic_coeff * mean(loss, valid, weight, number)
-        terms["value_loss"] = mean(loss.detach(), valid, weight)
-        return terms, valid.sum()
+            out["value_clip_fraction"] = mean((change.detach().abs() > self.clip_value).float(), valid)
+            out["weights", "value_clip_fraction"] = valid.sum()
+        out["loss_critic"] = self.critic_coeff * mean(loss, valid, weight, number)
+        out["value_loss"] = mean(loss.detach(), valid, weight)
+        out["weights", "value_loss"] = valid.sum()
 
 
 @checked

@@ -100,9 +100,6 @@ class Replay:
         capacity: decisions of the whole run, at most; ``None``: what the first :meth:`extend` brings, and no more.
         gamma, n_steps: see :func:`transitions`.
         batch_size: transitions that :meth:`sample` draws, with replacement.
-
-    Attributes:
-        decisions: transitions that are kept.
     """
 
     @checked
@@ -122,7 +119,7 @@ class Replay:
 
     @property
     def decisions(self) -> int:
-        """See the class."""
+        """How many transitions are kept."""
         return 0 if self._buffer is None else len(self._buffer)
 
     def bytes_of(self, policy: SteeredPolicy) -> int:

@@ -196,9 +196,7 @@ def empty_state(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
 
 def policy_of(loss_module: nn.Module) -> Any:
     """Return the policy in a loss: its ``policy``, or what TorchRL's losses call ``actor_network``; or it is one."""
-    return next(
-        (getattr(loss_module, name) for name in ("policy", "actor_network") if hasattr(loss_module, name)), loss_module
-    )
+    return getattr(loss_module, "policy", getattr(loss_module, "actor_network", loss_module))
 
 
 def trained_parameters(loss_module: nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
