@@ -37,8 +37,7 @@ def _check_values(reward_level: RewardLevel, num_values: int, chunk_size: int) -
     if num_values != needed:
         raise ValueError(
             f"reward_level={reward_level!r} needs {needed} values per decision, the policy has {num_values}: 'action' "
-            "goes with a policy that has a value per primitive action (policy.value_per_action=true), 'chunk' with one "
-            "per decision; without a critic set loss.critic_coeff=null"
+            "goes with policy.value_per_action=true, 'chunk' with one value; without a critic set loss.critic_coeff=null"
         )
 
 
@@ -87,8 +86,7 @@ def gae(
     if values is not None and next_values is None:
         raise ValueError(
             f"the batch lacks {(keys.NEXT, keys.STATE_VALUE)}, the values of what follows each decision: collect with "
-            "StepCollector, which stores them, or, where 'next' has the observations, let the critic write them: "
-            "critic(batch['next'])"
+            "StepCollector, or, where 'next' has the observations, have the critic write them: critic(batch['next'])"
         )
     if values is None:
         rewards = batch[keys.NEXT, keys.STEP_REWARDS if reward_level == "action" else keys.REWARD]

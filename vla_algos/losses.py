@@ -115,9 +115,8 @@ class ChunkPolicyLoss(ClipPPOLoss):
             )
         if policy.out_keys and keys.ACTION_LOG_PROB not in policy.out_keys:
             raise ValueError(
-                "this policy predicts actions without a distribution (an L1 head, or method='flow_ode'): they have no "
-                "log-probability; clone demonstrations with BehaviourCloning (the recipe sft), or set head='tokens' or "
-                "method='flow_sde'"
+                "this policy predicts actions without a log-probability (an L1 head, or method='flow_ode'): clone "
+                "demonstrations with BehaviourCloning (the recipe sft), or set head='tokens' or method='flow_sde'"
             )
         if max_behaviour_weight is not None and not decoupled:
             raise ValueError(
@@ -169,9 +168,8 @@ class ChunkPolicyLoss(ClipPPOLoss):
         """
         if not isinstance(value_type, ValueEstimatorBase) or hyperparams:
             raise ValueError(
-                f"{type(self).__name__} makes no value estimator: call gae(batch) before it, on what StepCollector "
-                "collects, or pass an estimator, such as make_value_estimator(GAE(gamma=0.99, lmbda=0.95, "
-                "value_network=None)) of torchrl.objectives.value"
+                f"{type(self).__name__} makes no value estimator: call gae(batch) before it, or pass one of "
+                "torchrl.objectives.value: make_value_estimator(GAE(gamma=0.99, lmbda=0.95, value_network=None))"
             )
         return super().make_value_estimator(value_type)
 

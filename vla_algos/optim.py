@@ -215,8 +215,7 @@ def trained_parameters(loss_module: nn.Module) -> tuple[list[torch.nn.Parameter]
     short = {str(each.dtype).removeprefix("torch.") for each in [*actor, *critic]} - {"float32", "float64"}
     if short:
         raise ValueError(
-            f"trained parameters are {', '.join(sorted(short))}, which rounds away steps of a usual learning rate; "
-            "set policy.dtype=float32 (sharding.compute=bf16 computes in bfloat16 all the same), or train adapters, "
-            "which are float32: policy.lora_rank=32"
+            f"trained parameters are {', '.join(sorted(short))}, which rounds away steps of a usual learning rate; set "
+            "policy.dtype=float32 (sharding.compute=bf16 computes in bfloat16), or train adapters: policy.lora_rank=32"
         )
     return actor, critic

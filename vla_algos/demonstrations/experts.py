@@ -184,9 +184,7 @@ def _record(
     Returns each with the actions that the expert needed, ``None`` if it failed.
     """
     if not episodes:
-        raise ValueError(
-            "no episodes are given, and cloning needs at least 1; give some (recipes: demonstrations.episodes)"
-        )
+        raise ValueError("no episodes are given, and cloning needs some (recipes: demonstrations.episodes)")
     spec = env.simulator_spec
     check_expert(spec.simulator_class(), spec)
     noise_of_dimensions(settings.noise, spec)

@@ -43,9 +43,8 @@ class FrameReader:
             image = read(camera, int(frames[place]))
             if image.shape != images.shape[1:]:
                 has, said = f"{image.shape[0]} x {image.shape[1]}", f"{camera.height} x {camera.width}"
-                raise damaged(
-                    self.folder.path, f"an image of {camera.name} has {has} pixels, meta/info.json says {said}"
-                )
+                what = f"an image of {camera.name} has {has} pixels, meta/info.json says {said}"
+                raise damaged(self.folder.path, what)
             images[place] = image
         return images
 
