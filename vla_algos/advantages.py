@@ -24,6 +24,12 @@ def valid_decisions(batch: TensorDictBase) -> Tensor:
     return batch[keys.NEXT, keys.STEP_MASK].any(-1, keepdim=True)
 
 
+def ends_for_good(after: TensorDictBase, bootstrap: Bootstrap) -> Tensor:
+    """Find decisions beyond which nothing has value, see :func:`gae`: bool ``[..., 1]``, as ``after`` has them."""
+    never = torch.zeros_like(after[keys.DONE])
+    return {"truncation": after[keys.TERMINATED], "none": after[keys.DONE], "any_done": never}[bootstrap]
+
+
 def check_levels(loss_module: nn.Module, policy: VLAPolicy, reward_level: RewardLevel) -> None:
     """Refuse (``ValueError``) a ``reward_level`` of :func:`gae` that does not fit policy and loss, before any work."""
     if getattr(loss_module, "has_critic", True):
@@ -37,7 +43,7 @@ def _check_values(reward_level: RewardLevel, num_values: int, chunk_size: int) -
     if num_values != needed:
         raise ValueError(
             f"reward_level={reward_level!r} needs {needed} values per decision, the policy has {num_values}: 'action' "
-            "goes with policy.value_per_action=true, 'chunk' with one value; without a critic set loss.critic_coeff=null"
+            "goes with policy.value_per_action=true, 'chunk' with one value; without a critic: loss.critic_coeff=null"
         )
 
 
@@ -97,11 +103,7 @@ def gae(
     # bootstrap from the value of the observation they share.
     done = batch[keys.NEXT, keys.DONE].clone()
     done[:, :-1] |= ~valid[:, 1:]
-    final = {
-        "truncation": batch[keys.NEXT, keys.TERMINATED],
-        "none": batch[keys.NEXT, keys.DONE],
-        "any_done": torch.zeros_like(done),
-    }[bootstrap]
+    final = ends_for_good(batch[keys.NEXT], bootstrap)
     reward = batch[keys.NEXT, keys.REWARD]
     if reward_level == "action":
         _check_step_rewards(batch)
