@@ -185,7 +185,7 @@ class ChunkPolicyLoss(ClipPPOLoss):
         return [*names, *(("weights", key) for key in names if not key.startswith("loss_"))]
 
     def forward(self, tensordict: TensorDictBase, whole: TensorDictBase | None = None) -> TensorDict:
-        """Compute the loss terms of a minibatch or of a part of one.
+        """Compute the loss terms of a minibatch or of a part of one: a TensorDict of scalars, see the class.
 
         Args:
             tensordict: batch ``[B]`` with :attr:`in_keys`; ``advantage`` and ``value_target`` ``[B, 1]`` per
@@ -193,9 +193,6 @@ class ChunkPolicyLoss(ClipPPOLoss):
             whole: the minibatch of which ``tensordict`` is a part (gradient accumulation). The loss terms are
                 then shares: over the parts they add up to those of the whole, however its valid elements are
                 spread. Diagnostics are always means over ``tensordict``.
-
-        Returns:
-            A TensorDict of scalars, see the class.
 
         Raises:
             ValueError: an entry is missing or of another shape, or levels do not fit each other.
@@ -290,8 +287,7 @@ class ChunkPolicyLoss(ClipPPOLoss):
     def behaviour_weight(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Return ``pi_proximal / pi_behaviour`` of decisions ``[B]``, not bounded, and which of them are valid.
 
-        Returns:
-            At ``log_prob_level``: ``[B, C, A]``, ``[B, C]`` or ``[B]``; 1 where nothing was executed.
+        Both are at ``log_prob_level``: ``[B, C, A]``, ``[B, C]`` or ``[B]``; 1 where nothing was executed.
         """
         log_ratio = self._behaviour_log_ratio(tensordict)
         log_weight, valid = to_level(log_ratio, tensordict[keys.NEXT, keys.STEP_MASK], self.log_prob_level)

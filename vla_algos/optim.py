@@ -44,7 +44,7 @@ def make_optimizer(
 
     The parameters of the critic have a learning rate of their own and their gradient is clipped apart from the others':
     a value far off must not silence the policy. Which are the critic's, the policy says (``critic_parameters()``), or
-    they are those of the loss's ``critic_network``.
+    they are those of the loss's ``critic_network``. A ``ValueError`` says which setting cannot be.
 
     Args:
         loss_module: the loss, with the policy in it; or the policy.
@@ -65,9 +65,6 @@ def make_optimizer(
     Returns:
         The optimizer, for :func:`step`, and the schedule, whose ``step()`` ends an update. Both restore the state of
         a run with the settings that they are made with here.
-
-    Raises:
-        ValueError: a setting that cannot be; the message says what would be right.
     """
     check_schedule(betas=betas, warmup_updates=warmup_updates, updates=updates, schedule=schedule)
     actor, critic = trained_parameters(loss_module)

@@ -30,7 +30,7 @@ Finished = Callable[[Episode, int | None], object]  # an episode, and the action
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingSettings:
-    """How the expert is recorded.
+    """How the expert is recorded; a ``ValueError`` for a value out of range.
 
     Attributes:
         stride: record every so many primitive actions, or decisions where a chunk is one motion.
@@ -38,9 +38,6 @@ class RecordingSettings:
             the gripper, or one for each dimension.
         noise_correlation: of the disturbance between successive actions, 0 to below 1.
         max_steps: give up after that many actions.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     stride: Count = 4

@@ -152,13 +152,8 @@ class Demonstrations:
         """Record them one task after the other, or read them from their folder; of several processes one records.
 
         It is the process of rank ``by``, in the workers of ``env``; instructions and chunks are those of ``policy``.
-
-        Returns:
-            What ``policy`` learns from, and what is held out; the same in all processes.
-
-        Raises:
-            ValueError: the folder has something else in it; nothing is held out although it should be.
-            FolderInUse: another process records into the folder.
+        Returns what ``policy`` learns from, and what is held out; the same in all processes. ValueError: the folder has
+        something else in it, or nothing is held out although it should be. FolderInUse: another process records there.
         """
         records = distributed.rank() == by
         if self.settings.folder is None:

@@ -32,8 +32,7 @@ class FrameReader:
     def read(self, camera: Camera, frames: np.ndarray) -> np.ndarray:
         """Return images uint8 ``[K, H, W, 3]`` of frames, int64 ``[K]``, numbers of rows of the folder's table.
 
-        Raises:
-            ValueError: an image is missing, cannot be decoded, or has another size than the data set says.
+        ValueError: an image is missing, cannot be decoded, or has another size than the data set says.
         """
         images = np.empty((len(frames), camera.height, camera.width, 3), np.uint8)
         table = self.folder.table
