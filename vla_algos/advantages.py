@@ -174,12 +174,9 @@ def normalize_advantages(advantage: Tensor, valid: Tensor, eps: NonNegative = 1e
     """Compute ``(A - mean) / (std + eps)`` with mean and unbiased std over the valid elements only.
 
     Args:
-        advantage: float ``[...]``.
-        valid: bool, same shape.
+        advantage: float ``[...]``, as what is returned.
+        valid: bool, same shape; a single valid element, which has no standard deviation, becomes 0.
         eps: added to the standard deviation.
-
-    Returns:
-        Same shape; a single valid element, which has no standard deviation, becomes 0.
     """
     sample = advantage[valid]
     if sample.numel() < 2:

@@ -48,7 +48,8 @@ def process_group(members: Sequence[int] | None = None) -> Iterator[bool]:
     """Join the processes that torchrun or a SLURM job has started together; nothing happens where there is one.
 
     They find each other by torchrun's variables, otherwise by those of the SLURM step. Each process uses the GPU of its
-    ``LOCAL_RANK``, if there are several. Only rank 0 prints. A process whose torchrun dies dies with it.
+    ``LOCAL_RANK``, if there are several; a ``ValueError`` if these are too few. Only rank 0 prints. A process whose
+    torchrun dies dies with it.
 
     Args:
         members: which of them work together, by the numbers that their launcher gives them: the first of ``members``
@@ -56,9 +57,6 @@ def process_group(members: Sequence[int] | None = None) -> Iterator[bool]:
 
     Yields:
         Whether this process is one of the members, which have something to do.
-
-    Raises:
-        ValueError: there are fewer GPUs than processes.
     """
     if processes_started() == 1:
         before = dist.is_initialized()

@@ -105,18 +105,15 @@ def collect_groups(
     waits for a group to be complete, and what is queued in vain is no more than the slots hold.
 
     Args:
-        collector: with an exhausted queue; if this fails, what it was to run is forgotten.
+        collector: with an exhausted queue, or it is a ``ValueError``; if this fails, what it was to run is forgotten.
         episodes: gives the groups; its ``group_size`` is theirs.
         groups: how many groups with signal are wanted, as far as ``max_groups`` allows.
         max_groups: run no more than that; equal to ``groups`` for no dynamic sampling.
-        success_bounds: groups with a success rate outside count as without signal.
+        success_bounds: groups with a success rate outside count as without signal; see :func:`check_groups`.
 
     Returns:
         All groups that were run, in the order in which they were drawn. Those without signal keep actions,
         identities and outcomes alone: what the policy saw is let go as soon as a group is complete.
-
-    Raises:
-        ValueError: see :func:`check_groups`, or the queue is not exhausted.
     """
     size = episodes.group_size
     check_groups(size, groups, max_groups, success_bounds)

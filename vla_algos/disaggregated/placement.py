@@ -27,18 +27,13 @@ class Placement:
 
     A *number* is the launcher's, a *rank* ours: actors first, so that rank 0, which writes and logs, is one, then the
     rollouts that are no actors. A GPU that only draws has no process in the group.
-
-    Attributes:
-        actor, rollout, env: numbers, ascending.
-        processes: how many the launcher has started.
-        per_node: how many of them on each node.
     """
 
-    actor: tuple[int, ...]
+    actor: tuple[int, ...]  # numbers, ascending
     rollout: tuple[int, ...]
     env: tuple[int, ...]
-    processes: int
-    per_node: int
+    processes: int  # how many the launcher has started
+    per_node: int  # how many of them on each node
 
     @classmethod
     def read(cls, settings: Mapping[str, Any], processes: int, per_node: int) -> "Placement":

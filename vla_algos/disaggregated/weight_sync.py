@@ -25,14 +25,9 @@ class WeightSync:
     and bfloat16 there are rounded before they are gathered. All processes make the same calls, after a barrier. A
     ``ValueError`` in all of them if a receiver has no place for something.
 
-    Args:
-        policy: of this process.
-        group: of rank 0 and the receivers.
-        receives: whether this process does; the others are rank 0, or help to gather.
-
-    Attributes:
-        seconds: of the last transfer until all was there, waiting for others included.
-        bytes: that each receiver gets by a transfer.
+    ``policy`` is of this process, ``group`` of rank 0 and the receivers; ``receives`` says whether this process is one
+    of these, the others are rank 0, or help to gather. ``bytes`` are what each receiver gets by a transfer, ``seconds``
+    those of the last one until all was there, waiting for others included.
     """
 
     def __init__(self, policy: nn.Module, group: dist.ProcessGroup, *, receives: bool):
