@@ -80,7 +80,7 @@ def check_groups(
 ) -> None:
     """Raise a ValueError with what would be right for settings of :func:`collect_groups` that cannot be."""
     if group_size < 2:
-        raise ValueError(f"group_size is {group_size}: runs are compared with each other; use at least 2 (8 is usual)")
+        raise ValueError(f"group_size={group_size}: a group of one has nothing to compare; use at least 2 (8 is usual)")
     if not 1 <= groups <= max_groups:
         raise ValueError(f"need 1 <= groups <= max_groups, got groups={groups} and max_groups={max_groups}")
     if success_bounds is not None and not 0 <= success_bounds[0] <= success_bounds[1] <= 1:
@@ -118,7 +118,7 @@ def collect_groups(
     size = episodes.group_size
     check_groups(size, groups, max_groups, success_bounds)
     if len(collector):
-        raise ValueError(f"{len(collector)} episodes of no group wait in the collector: iterate over it, or clear() it")
+        raise ValueError(f"{len(collector)} episodes wait in the collector, of no group: iterate over it or clear() it")
     first = len(collector.queue)
     drawn, complete, useful = 0, 0, 0
     runs: dict[int, list[TensorDictBase]] = {}

@@ -166,12 +166,9 @@ class BehaviourCloning:
         return whole
 
     def evaluate(self, demonstrations: TensorDict | Samples) -> dict[str, float]:
-        """Measure the policy on demonstrations that it does not learn from; learning is not changed by it.
+        """Measure the policy on demonstrations (at least one row) that it does not learn from; learning stays the same.
 
         What a policy draws by itself is the same each time. Several processes all measure everything.
-
-        Args:
-            demonstrations: like those that are learnt from, at least one row.
 
         Returns:
             ``loss``, the mean of what :meth:`step` minimises, without noise on the states. Of a policy that knows the

@@ -57,11 +57,8 @@ def paired_difference(pairs: Sequence[tuple[bool, bool]]) -> Estimate:
 
         (c* - b*) / n*  +-  z sqrt(b* + c* - (c* - b*)^2 / n*) / n*
 
-    Args:
-        pairs: of each episode, whether the first and the second solved it.
-
-    Returns:
-        ``(c - b) / n`` and the interval, within -1 and 1; NaN and these themselves without pairs.
+    ``pairs`` say of each episode whether the first and the second solved it. Returns ``(c - b) / n`` and the interval,
+    within -1 and 1; NaN and these themselves without pairs.
     """
     if not pairs:
         return Estimate(float("nan"), -1.0, 1.0)

@@ -115,8 +115,8 @@ class ChunkPolicyLoss(ClipPPOLoss):
             )
         if policy.out_keys and keys.ACTION_LOG_PROB not in policy.out_keys:
             raise ValueError(
-                "this policy predicts actions without a log-probability (an L1 head, or method='flow_ode'): clone "
-                "demonstrations with BehaviourCloning (the recipe sft), or set head='tokens' or method='flow_sde'"
+                "this policy acts without a distribution (an L1 head, or method='flow_ode'): no log-probability; "
+                "clone demonstrations (BehaviourCloning, the recipe sft), or set head='tokens' or method='flow_sde'"
             )
         if max_behaviour_weight is not None and not decoupled:
             raise ValueError(
@@ -418,11 +418,8 @@ def add_reference_log_prob(
 ) -> TensorDictBase:
     """Write ``reference_log_prob``: the stored actions' log-probabilities under a frozen policy. Returns ``batch``.
 
-    Args:
-        batch: ``[B]`` decisions with the policy's ``loss_keys``.
-        reference: the frozen policy.
-        minibatch_size: decisions per pass.
-        device: of the frozen policy, ``None`` for that of the batch.
+    It has ``[B]`` decisions with the policy's ``loss_keys``, of which ``minibatch_size`` pass at once, on ``device``
+    (the frozen policy's; ``None``: that of the batch).
     """
     return batch.set(keys.REFERENCE_LOG_PROB, _log_prob(batch, reference, minibatch_size, device))
 

@@ -114,13 +114,8 @@ class Schedule(LambdaLR):
 def step(optimizer: Optimizer, critic_only: bool = False) -> torch.Tensor | None:
     """Take a step with the gradients that are there, those of each group clipped to its ``max_grad_norm``.
 
-    Args:
-        optimizer: of :func:`make_optimizer`.
-        critic_only: the policy's gradient is thrown away, see ``critic_warmup_steps``.
-
-    Returns:
-        The norm of the policy's gradient before, the same in all processes; ``None`` if no step was taken, because a
-        gradient was not finite.
+    With ``critic_only`` the policy's gradient is thrown away, see ``critic_warmup_steps``. Returns the norm of the
+    policy's gradient before, the same in all processes; ``None`` if no step was taken: a gradient was not finite.
     """
     actor, critic = optimizer.param_groups
     if critic_only:  # the value loss may reach the backbone as well, see critic_detach

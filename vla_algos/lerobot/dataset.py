@@ -74,11 +74,9 @@ class LeRobotFolder:
 
     @classmethod
     def read(cls, path: str | Path) -> "LeRobotFolder":
-        """Read ``meta/info.json``.
+        """Read ``meta/info.json``; ``FileNotFoundError`` if there is none.
 
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: another version, no actions, states or cameras, or a damaged file; says what to do.
+        ValueError: another version, no actions, states or cameras, or a damaged file; says what to do.
         """
         path = Path(path)
         if not is_lerobot(path):

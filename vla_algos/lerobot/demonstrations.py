@@ -53,6 +53,9 @@ class LeRobotDemonstrations:
     ) -> "LeRobotDemonstrations":
         """Read what a data set is and refuse what does not fit the environment; no image is read yet.
 
+        FileNotFoundError: there is no data set. ValueError: in one line, what does not fit and what to type.
+        ModuleNotFoundError: what reads it is not installed.
+
         Args:
             path: a local folder with ``meta/info.json``.
             spec: of the environment.
@@ -60,11 +63,6 @@ class LeRobotDemonstrations:
             camera: what ``images`` are; ``None`` for the only one that is not on a wrist, by its name.
             wrist_cameras: what ``wrist_images`` are, in order; ``None`` for those whose names say so.
             tasks: learn from frames whose instruction is one of the ``"environment"``, or from ``"all"``.
-
-        Raises:
-            FileNotFoundError: there is no data set.
-            ValueError: in one line, what does not fit and what to type.
-            ModuleNotFoundError: what reads it is not installed.
         """
         folder = LeRobotFolder.read(path)
         needs(folder.path, *PARQUET)
