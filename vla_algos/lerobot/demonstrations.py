@@ -23,7 +23,7 @@ from vla_common.texts import WIDTH, encode
 from vla_envs.simulator import SimulatorSpec
 from vla_policies import VLAPolicy
 
-_WRIST = re.compile(r"wrist|hand|gripper")
+_WRIST = re.compile(r"wrist|hand|gripper", re.IGNORECASE)
 _SHOWN = 5  # sentences in a message
 _OUTSIDE = 0.01  # share of the actions' numbers from which it is worth a line
 Tasks = Literal["environment", "all"]
@@ -279,9 +279,7 @@ def _check_sizes(folder: LeRobotFolder, spec: SimulatorSpec) -> None:
 def _wrists(folder: LeRobotFolder, names: Sequence[str] | None) -> tuple[Camera, ...]:
     if names is not None:
         return tuple(_named(folder, name, "wrist_cameras") for name in names)
-    return tuple(
-        each for name, each in sorted(folder.cameras.items()) if _WRIST.search(name.rpartition(".")[2].lower())
-    )
+    return tuple(each for name, each in sorted(folder.cameras.items()) if _WRIST.search(name.rpartition(".")[2]))
 
 
 def _third_person(folder: LeRobotFolder, name: str | None, wrists: Sequence[Camera]) -> Camera:
