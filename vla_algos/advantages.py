@@ -77,12 +77,10 @@ def gae(
         normalize: whether to normalise with :func:`normalize_advantages`.
         bootstrap: see above.
         reward_level: ``"chunk"`` takes a decision as one step with the sum of its rewards and one value
-            (``[N, T, 1]``); ``"action"`` takes each executed primitive action as one, which needs a value for
-            each (``[N, T, C]``).
+            (``[N, T, 1]``); ``"action"`` takes each executed primitive action as one, with a value (``[N, T, C]``).
 
     Returns:
-        ``batch`` itself, with ``advantage`` and ``value_target`` (never normalised) written, ``[N, T, 1]`` or
-        ``[N, T, C]``.
+        ``batch`` itself, with ``advantage`` and ``value_target`` (never normalised), ``[N, T, 1]`` or ``[N, T, C]``.
 
     Raises:
         ValueError: an unknown choice, values that do not fit it, or ``step_rewards`` that are not those of ``reward``.

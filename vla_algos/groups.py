@@ -28,8 +28,7 @@ def score(episode: TensorDictBase) -> Tensor:
 class Group:
     """Runs of one episode (one task, one initial state) by one policy.
 
-    Crashed runs have no score: those that are left are compared with each other, and one alone, or none, carries no
-    signal.
+    Crashed runs have no score: those that are left are compared with each other. One alone, or none, has no signal.
 
     Attributes:
         episodes: each ``[T]``; crashed ones are left out.
@@ -165,12 +164,10 @@ def grpo(
     Args:
         groups: from :func:`collect_groups`.
         success_bounds: lower and upper bound of a group's success rate, both included.
-        move: the groups keep actions, identities and outcomes alone. Without it all that the policy saw is in memory
-            twice.
+        move: the groups keep actions, identities and outcomes alone; else what the policy saw is in memory twice.
 
     Returns:
-        The decisions ``[D]`` of the remaining episodes one after the other, with ``advantage`` ``[D, 1]``; ``None`` if
-        no group is left.
+        Decisions ``[D]`` of the remaining episodes in order, with ``advantage`` ``[D, 1]``; ``None`` if none is left.
     """
     kept = [group for group in groups if group.learnable(success_bounds)]
     if not kept:

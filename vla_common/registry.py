@@ -61,8 +61,7 @@ class Registry(Generic[T]):
     def get(self, name: str, example: str | None = None) -> T:
         """Return the object of a name.
 
-        ValueError: there is none; offers the nearest names. ImportError: the package that declares it, which is named,
-        cannot be imported.
+        ValueError: there is none; offers the nearest. ImportError: its package, which is named, cannot be imported.
         """
         if name in self._registered:
             return self._registered[name]

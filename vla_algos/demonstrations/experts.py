@@ -74,10 +74,9 @@ def record_demonstrations(
         **settings: of :class:`RecordingSettings`.
 
     Returns:
-        ``[K]``, demonstrations in the order of ``episodes``: the cameras that the policy looks at, or ``model_images``
-        of one that resizes, ``states``, ``task_descriptions`` as bytes, ``prompt_tokens``, ``action`` ``[K, C, A]``,
-        ``step_mask`` ``[K, C]``, ``task_id``, ``trial_id``, ``episode``, ``step``, ``episode_len`` ``[K, 1]`` and
-        ``final_states``.
+        ``[K]``, in the order of ``episodes``: the cameras that the policy looks at, or ``model_images`` of one that
+        resizes, ``states``, ``task_descriptions`` as bytes, ``prompt_tokens``, ``action`` ``[K, C, A]``, ``step_mask``
+        ``[K, C]``, ``task_id``, ``trial_id``, ``episode``, ``step``, ``episode_len`` ``[K, 1]`` and ``final_states``.
 
     Raises:
         ValueError: the benchmark has no scripted expert; noise for other actions.
