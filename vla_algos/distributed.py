@@ -377,12 +377,9 @@ class BalancedMinibatches:
     than others fills up with passes that are to count nothing. All processes ask for the same minibatches; a
     ``ValueError`` if their rows do not fit together.
 
-    Args:
-        samples: this process's rows ``[D]``, or ``None``; rows are read when their pass comes.
-        counts: rows of each process.
-        device: where passes are wanted.
-        computed: entries that the policy has added. One that some process lacks is left out, and one that is longer in
-            some process, such as that of the longest prompt, is filled up with zeros elsewhere.
+    ``samples`` are this process's rows ``[D]``, or ``None``, and are read when their pass comes; ``counts`` are rows of
+    each process, and on ``device`` passes are wanted. Of ``computed``, entries that the policy has added, one that some
+    process lacks is left out, and one that is longer in some process, as of the longest prompt, gets zeros elsewhere.
     """
 
     def __init__(

@@ -94,10 +94,8 @@ def _evaluated(annotation: Any, scope: Mapping[str, Any]) -> Any:
 def check_settings(section: str, settings: Mapping[str, Any], types: Mapping[str, Any]) -> None:
     """Refuse settings that are not read, of a wrong type or out of range; the ``ValueError`` says what would be right.
 
-    Args:
-        section: what stands before the dot on the command line; empty for the outermost.
-        settings: plain values, lists and mappings, as a configuration has them.
-        types: annotation of each setting, from :func:`setting_types`.
+    ``section`` stands before the dot on the command line, empty for the outermost; ``settings`` are plain values,
+    lists and mappings, as a configuration has them; ``types`` are their annotations, from :func:`setting_types`.
     """
     typed = f"{section}." if section else ""
     for name in settings:

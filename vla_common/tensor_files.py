@@ -53,10 +53,8 @@ def load_tensors(file: Path, *, mmap: bool = False) -> dict[str, Tensor]:
         raise ValueError(f"{file} is not a file of tensors by name; save a module's state_dict() in it")
     others = [key for key, value in content.items() if not isinstance(value, Tensor)]
     if others:
-        raise ValueError(
-            f"{file} has {type(content[others[0]]).__name__} under {others[0]!r}, must be a tensor; save a module's "
-            "state_dict() in it"
-        )
+        kind = type(content[others[0]]).__name__
+        raise ValueError(f"{file} has {kind} under {others[0]!r}, must be a tensor; save a module's state_dict() in it")
     return content
 
 
