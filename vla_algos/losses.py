@@ -418,8 +418,8 @@ def add_reference_log_prob(
 ) -> TensorDictBase:
     """Write ``reference_log_prob``: the stored actions' log-probabilities under a frozen policy. Returns ``batch``.
 
-    It has ``[B]`` decisions with the policy's ``loss_keys``, of which ``minibatch_size`` pass at once, on ``device``
-    (the frozen policy's; ``None``: that of the batch).
+    ``batch`` has ``[B]`` decisions with the policy's ``loss_keys``. Of these ``minibatch_size`` pass at once, on
+    ``device``, which is the frozen policy's; ``None``: that of the batch.
     """
     return batch.set(keys.REFERENCE_LOG_PROB, _log_prob(batch, reference, minibatch_size, device))
 

@@ -59,8 +59,8 @@ class Minibatches:
         target_kl: the update ends before the step of a minibatch whose ``kl_k3`` exceeds it; ``None`` for never.
         critic_warmup_steps: optimizer steps at the start of training in which only the critic learns.
         max_log_ratio: largest ``log_ratio_per_token`` (nats) before the first step; ``None`` for any. More means that
-            the stored log-probabilities (of a ``decoupled`` loss the proximal ones) are not this policy's: as where
-            they are not finite, a ``ValueError``.
+            the stored log-probabilities (of a ``decoupled`` loss the proximal ones) are not this policy's: a
+            ``ValueError``, as where they are not finite.
         recompute_log_prob: compute these once more before the first step, without gradient, in the parts of the first
             epoch: batches of other sizes round otherwise, most of all in bfloat16.
         steps: optimizer steps before this update.

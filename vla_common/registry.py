@@ -102,7 +102,7 @@ class Registry(Generic[T]):
                     f"the packages {_package(kept)} and {_package(point)} both declare the {self.kind} "
                     f"{point.name!r}; that of {_package(kept)} is used, rename the other",
                     RuntimeWarning,
-                    stacklevel=2,
+                    stacklevel=3,
                 )
         return found
 

@@ -40,7 +40,8 @@ class StepCollector(ChunkCollector):
         bootstrap: that of :func:`~vla_algos.advantages.gae`.
         stages: groups of slots that take turns: while the policy decides for one, simulators of the others work, in a
             fixed order. Rows stay slots. With more than 1, ``env`` has no transforms.
-        step_hook: called with the outcome of every decision (batch ``[N]``; of a stage's slots with ``env_index``).
+        step_hook: called with the outcome of every decision (batch ``[N]``); of every stage's, with ``env_index``,
+            where there are several.
 
     Attributes:
         pre_collect_hook, post_collect_hook: TorchRL's, ``None`` at first: called before and with each batch.
