@@ -1,16 +1,8 @@
 from . import distributed as distributed
-from .advantages import (
-    check_levels as check_levels,
-)
-from .advantages import (
-    gae as gae,
-)
-from .advantages import (
-    group_advantages as group_advantages,
-)
-from .advantages import (
-    normalize_advantages as normalize_advantages,
-)
+from .advantages import check_levels as check_levels
+from .advantages import gae as gae
+from .advantages import group_advantages as group_advantages
+from .advantages import normalize_advantages as normalize_advantages
 from .collectors import EpisodeCollector as EpisodeCollector
 from .collectors import StepCollector as StepCollector
 from .comparison import Comparison as Comparison

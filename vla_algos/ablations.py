@@ -85,8 +85,7 @@ PICTURES: Mapping[str, Observe] = {  # what evaluation scripts do otherwise with
 def other_axis_angle(benchmark: str) -> Observe:
     """Ablation: rotations in ``states`` are the same ones the other way round: ``a (1 - 2 pi / |a|)``, rad.
 
-    It is what a script has that leaves the sign of a quaternion as it comes. A ``ValueError`` if the benchmark's states
-    have no axis-angle.
+    It is what a script has that leaves the sign of a quaternion as it comes. ``ValueError`` if no state is axis-angle.
     """
     if not (place := [i for i, name in enumerate(get_schema(benchmark).states) if "axis-angle" in name]):
         raise ValueError(f"ablation=other_axis_angle: states of {benchmark} have no axis-angle; leave it out")
@@ -103,8 +102,7 @@ def other_axis_angle(benchmark: str) -> Observe:
 class DoNothing(TensorDictModuleBase):
     """Baseline: a policy that does nothing (``SimulatorSpec.neutral_action``), in chunks of so many actions.
 
-    Some episodes are solved as they begin, or by what falls. A ``ValueError`` where a benchmark does not say what doing
-    nothing is.
+    Some episodes are solved as they begin, or by what falls. A ``ValueError`` where a benchmark has no such action.
     """
 
     loss_keys = ()
@@ -149,8 +147,7 @@ def swapped_instructions(tasks: Sequence[Task]) -> Observe:
         shown, given = to_strings(td), td.get(TASK_DESCRIPTIONS)
         if unknown := [text for text in shown if text not in known]:
             raise ValueError(
-                "swapping instructions needs those of the tasks, and the policy gets others, such as "
-                f"{unknown[0]!r}; take another ablation"
+                f"swapping instructions needs those of the tasks, the policy gets {unknown[0]!r}; take another ablation"
             )
         texts = [swapped.get(text, text) for text in shown]
         as_bytes = isinstance(given, torch.Tensor)
@@ -189,8 +186,7 @@ def _next_words(said: dict[str, list[str]]) -> dict[str, str]:
 class SeenImages:
     """Images of all cameras that a policy has seen in an evaluation, for another one in which it sees those of others.
 
-    They are in ``folder``, which all processes have to reach, a file of each decision: as observed. As a context
-    manager it removes them.
+    They are in ``folder``, which all processes reach, as observed, a file per decision; leaving the context removes it.
 
     Example:
         >>> with SeenImages(folder) as seen:  # doctest: +SKIP

@@ -24,6 +24,12 @@ def valid_decisions(batch: TensorDictBase) -> Tensor:
     return batch[keys.NEXT, keys.STEP_MASK].any(-1, keepdim=True)
 
 
+def ends_for_good(after: TensorDictBase, bootstrap: Bootstrap) -> Tensor:
+    """Find decisions beyond which nothing has value, see :func:`gae`: bool ``[..., 1]``, as ``after`` has them."""
+    never = torch.zeros_like(after[keys.DONE])
+    return {"truncation": after[keys.TERMINATED], "none": after[keys.DONE], "any_done": never}[bootstrap]
+
+
 def check_levels(loss_module: nn.Module, policy: VLAPolicy, reward_level: RewardLevel) -> None:
     """Refuse (``ValueError``) a ``reward_level`` of :func:`gae` that does not fit policy and loss, before any work."""
     if getattr(loss_module, "has_critic", True):
@@ -37,8 +43,7 @@ def _check_values(reward_level: RewardLevel, num_values: int, chunk_size: int) -
     if num_values != needed:
         raise ValueError(
             f"reward_level={reward_level!r} needs {needed} values per decision, the policy has {num_values}: 'action' "
-            "goes with a policy that has a value per primitive action (policy.value_per_action=true), 'chunk' with one "
-            "per decision; without a critic set loss.critic_coeff=null"
+            "goes with policy.value_per_action=true, 'chunk' with one value; without a critic: loss.critic_coeff=null"
         )
 
 
@@ -72,12 +77,10 @@ def gae(
         normalize: whether to normalise with :func:`normalize_advantages`.
         bootstrap: see above.
         reward_level: ``"chunk"`` takes a decision as one step with the sum of its rewards and one value
-            (``[N, T, 1]``); ``"action"`` takes each executed primitive action as one, which needs a value for
-            each (``[N, T, C]``).
+            (``[N, T, 1]``); ``"action"`` takes each executed primitive action as one, with a value (``[N, T, C]``).
 
     Returns:
-        ``batch`` itself, with ``advantage`` and ``value_target`` (never normalised) written, ``[N, T, 1]`` or
-        ``[N, T, C]``.
+        ``batch`` itself, with ``advantage`` and ``value_target`` (never normalised), ``[N, T, 1]`` or ``[N, T, C]``.
 
     Raises:
         ValueError: an unknown choice, values that do not fit it, or ``step_rewards`` that are not those of ``reward``.
@@ -87,8 +90,7 @@ def gae(
     if values is not None and next_values is None:
         raise ValueError(
             f"the batch lacks {(keys.NEXT, keys.STATE_VALUE)}, the values of what follows each decision: collect with "
-            "StepCollector, which stores them, or, where 'next' has the observations, let the critic write them: "
-            "critic(batch['next'])"
+            "StepCollector, or, where 'next' has the observations, have the critic write them: critic(batch['next'])"
         )
     if values is None:
         rewards = batch[keys.NEXT, keys.STEP_REWARDS if reward_level == "action" else keys.REWARD]
@@ -99,11 +101,7 @@ def gae(
     # bootstrap from the value of the observation they share.
     done = batch[keys.NEXT, keys.DONE].clone()
     done[:, :-1] |= ~valid[:, 1:]
-    final = {
-        "truncation": batch[keys.NEXT, keys.TERMINATED],
-        "none": batch[keys.NEXT, keys.DONE],
-        "any_done": torch.zeros_like(done),
-    }[bootstrap]
+    final = ends_for_good(batch[keys.NEXT], bootstrap)
     reward = batch[keys.NEXT, keys.REWARD]
     if reward_level == "action":
         _check_step_rewards(batch)
@@ -174,12 +172,9 @@ def normalize_advantages(advantage: Tensor, valid: Tensor, eps: NonNegative = 1e
     """Compute ``(A - mean) / (std + eps)`` with mean and unbiased std over the valid elements only.
 
     Args:
-        advantage: float ``[...]``.
-        valid: bool, same shape.
+        advantage: float ``[...]``, as what is returned.
+        valid: bool, same shape; a single valid element, which has no standard deviation, becomes 0.
         eps: added to the standard deviation.
-
-    Returns:
-        Same shape; a single valid element, which has no standard deviation, becomes 0.
     """
     sample = advantage[valid]
     if sample.numel() < 2:

@@ -48,7 +48,8 @@ def process_group(members: Sequence[int] | None = None) -> Iterator[bool]:
     """Join the processes that torchrun or a SLURM job has started together; nothing happens where there is one.
 
     They find each other by torchrun's variables, otherwise by those of the SLURM step. Each process uses the GPU of its
-    ``LOCAL_RANK``, if there are several. Only rank 0 prints. A process whose torchrun dies dies with it.
+    ``LOCAL_RANK``, if there are several; a ``ValueError`` if these are too few. Only rank 0 prints. A process whose
+    torchrun dies dies with it.
 
     Args:
         members: which of them work together, by the numbers that their launcher gives them: the first of ``members``
@@ -56,9 +57,6 @@ def process_group(members: Sequence[int] | None = None) -> Iterator[bool]:
 
     Yields:
         Whether this process is one of the members, which have something to do.
-
-    Raises:
-        ValueError: there are fewer GPUs than processes.
     """
     if processes_started() == 1:
         before = dist.is_initialized()
@@ -379,12 +377,9 @@ class BalancedMinibatches:
     than others fills up with passes that are to count nothing. All processes ask for the same minibatches; a
     ``ValueError`` if their rows do not fit together.
 
-    Args:
-        samples: this process's rows ``[D]``, or ``None``; rows are read when their pass comes.
-        counts: rows of each process.
-        device: where passes are wanted.
-        computed: entries that the policy has added. One that some process lacks is left out, and one that is longer in
-            some process, such as that of the longest prompt, is filled up with zeros elsewhere.
+    ``samples`` are this process's rows ``[D]``, or ``None``, and are read when their pass comes; ``counts`` are rows of
+    each process, and on ``device`` passes are wanted. Of ``computed``, entries that the policy has added, one that some
+    process lacks is left out, and one that is longer in some process, as of the longest prompt, gets zeros elsewhere.
     """
 
     def __init__(

@@ -27,8 +27,7 @@ def lock_folder(folder: Path) -> FileLock:
         lock.acquire(blocking=False)
     except Timeout as error:
         raise FolderInUse(
-            f"{folder} is in use by another process; wait until that has ended, or take another folder: "
-            "hydra.run.dir=..."
+            f"{folder} is in use by another process; wait for its end, or take another folder: hydra.run.dir=..."
         ) from error
     return lock
 

@@ -28,8 +28,7 @@ def score(episode: TensorDictBase) -> Tensor:
 class Group:
     """Runs of one episode (one task, one initial state) by one policy.
 
-    Crashed runs have no score: those that are left are compared with each other, and one alone, or none, carries no
-    signal.
+    Crashed runs have no score: those that are left are compared with each other. One alone, or none, has no signal.
 
     Attributes:
         episodes: each ``[T]``; crashed ones are left out.
@@ -80,9 +79,7 @@ def check_groups(
 ) -> None:
     """Raise a ValueError with what would be right for settings of :func:`collect_groups` that cannot be."""
     if group_size < 2:
-        raise ValueError(
-            f"group_size is {group_size}: a group of one has nothing to be compared with; use at least 2 (8 is usual)"
-        )
+        raise ValueError(f"group_size={group_size}: a group of one has nothing to compare; use at least 2 (8 is usual)")
     if not 1 <= groups <= max_groups:
         raise ValueError(f"need 1 <= groups <= max_groups, got groups={groups} and max_groups={max_groups}")
     if success_bounds is not None and not 0 <= success_bounds[0] <= success_bounds[1] <= 1:
@@ -107,25 +104,20 @@ def collect_groups(
     waits for a group to be complete, and what is queued in vain is no more than the slots hold.
 
     Args:
-        collector: with an exhausted queue; if this fails, what it was to run is forgotten.
+        collector: with an exhausted queue, or it is a ``ValueError``; if this fails, what it was to run is forgotten.
         episodes: gives the groups; its ``group_size`` is theirs.
         groups: how many groups with signal are wanted, as far as ``max_groups`` allows.
         max_groups: run no more than that; equal to ``groups`` for no dynamic sampling.
-        success_bounds: groups with a success rate outside count as without signal.
+        success_bounds: groups with a success rate outside count as without signal; see :func:`check_groups`.
 
     Returns:
         All groups that were run, in the order in which they were drawn. Those without signal keep actions,
         identities and outcomes alone: what the policy saw is let go as soon as a group is complete.
-
-    Raises:
-        ValueError: see :func:`check_groups`, or the queue is not exhausted.
     """
     size = episodes.group_size
     check_groups(size, groups, max_groups, success_bounds)
     if len(collector):
-        raise ValueError(
-            f"{len(collector)} episodes wait in the collector, which belong to no group: iterate over it, or clear() it"
-        )
+        raise ValueError(f"{len(collector)} episodes wait in the collector, of no group: iterate over it or clear() it")
     first = len(collector.queue)
     drawn, complete, useful = 0, 0, 0
     runs: dict[int, list[TensorDictBase]] = {}
@@ -172,12 +164,10 @@ def grpo(
     Args:
         groups: from :func:`collect_groups`.
         success_bounds: lower and upper bound of a group's success rate, both included.
-        move: the groups keep actions, identities and outcomes alone. Without it all that the policy saw is in memory
-            twice.
+        move: the groups keep actions, identities and outcomes alone; else what the policy saw is in memory twice.
 
     Returns:
-        The decisions ``[D]`` of the remaining episodes one after the other, with ``advantage`` ``[D, 1]``; ``None`` if
-        no group is left.
+        Decisions ``[D]`` of the remaining episodes in order, with ``advantage`` ``[D, 1]``; ``None`` if none is left.
     """
     kept = [group for group in groups if group.learnable(success_bounds)]
     if not kept:

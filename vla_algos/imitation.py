@@ -86,8 +86,7 @@ class BehaviourCloning:
         lr, weight_decay: of AdamW.
         label_sigma: width of the soft labels, see ``imitation_loss`` of the policy.
         state_noise: standard deviation of noise on ``states`` in their own units, one number or one for each of the
-            ``S``. It keeps the policy from reading the phase of the expert's motion off the state instead of looking
-            at the image.
+            ``S``. It keeps the policy from reading the phase of the motion off the state instead of the image.
         warmup_steps: of the learning rate.
         auxiliary: weight of a second loss, which teaches the policy where to look: from what it has made of image and
             instruction alone a small network, thrown away afterwards, predicts the states now, ``auxiliary_steps``
@@ -166,18 +165,14 @@ class BehaviourCloning:
         return whole
 
     def evaluate(self, demonstrations: TensorDict | Samples) -> dict[str, float]:
-        """Measure the policy on demonstrations that it does not learn from; learning is not changed by it.
+        """Measure the policy on demonstrations (at least one row) that it does not learn from; learning stays the same.
 
         What a policy draws by itself is the same each time. Several processes all measure everything.
 
-        Args:
-            demonstrations: like those that are learnt from, at least one row.
-
         Returns:
             ``loss``, the mean of what :meth:`step` minimises, without noise on the states. Of a policy that knows the
-            bounds of actions (``config.action_low``) also ``error``, how far its greedy actions are from the
-            demonstrated ones: the mean distance as a fraction of half the range, and ``error_0``, ``error_1``, ... of
-            each dimension.
+            bounds of actions (``config.action_low``) also ``error``, the mean distance of its greedy actions from the
+            demonstrated ones as a fraction of half the range, and ``error_0``, ``error_1``, ... of each dimension.
         """
         policy, was_training = self.policy, self.policy.training
         device = compute_device(next(policy.parameters()))

@@ -22,10 +22,7 @@ class Estimate:
 def wilson_interval(successes: NonNegative, trials: Whole) -> tuple[float, float]:
     """Score interval of a success rate (Wilson 1927), good for few trials and for rates near 0 and 1.
 
-    Successes need not be a whole number: a published rate may be a mean of groups.
-
-    Returns:
-        Lower and upper bound; ``(0, 1)`` without trials.
+    Successes need not be a whole number: a published rate may be a mean of groups. ``(0, 1)`` without trials.
     """
     if trials == 0:
         return 0.0, 1.0
@@ -40,10 +37,7 @@ def mean_interval(values: Sequence[float], largest: float) -> tuple[float, float
     """Interval of the mean of numbers from 0 to ``largest``, such as the solved tasks of chains.
 
     As Agresti and Coull (1998) do it for rates: the normal interval after ``z^2`` more numbers, half of them 0 and half
-    ``largest``, so that a few episodes that went alike are not certainty.
-
-    Returns:
-        Lower and upper bound; ``(0, largest)`` without numbers.
+    ``largest``, so that a few episodes that went alike are not certainty. ``(0, largest)`` without numbers.
     """
     if not values:
         return 0.0, float(largest)
@@ -63,11 +57,8 @@ def paired_difference(pairs: Sequence[tuple[bool, bool]]) -> Estimate:
 
         (c* - b*) / n*  +-  z sqrt(b* + c* - (c* - b*)^2 / n*) / n*
 
-    Args:
-        pairs: of each episode, whether the first and the second solved it.
-
-    Returns:
-        ``(c - b) / n`` and the interval, within -1 and 1; NaN and these themselves without pairs.
+    ``pairs`` say of each episode whether the first and the second solved it. Returns ``(c - b) / n`` and the interval,
+    within -1 and 1; NaN and these themselves without pairs.
     """
     if not pairs:
         return Estimate(float("nan"), -1.0, 1.0)

@@ -20,8 +20,7 @@ _SHRUNK = 256  # demonstrations whose images are made smaller at a time
 class Interventions:
     """Keeps what the benchmark's scripted expert does when it takes over from a policy: the data set of DAgger.
 
-    Ross et al., 2011 (arXiv:1011.0686), in the form in which the policy acts first and the expert then. All processes
-    have the same.
+    Ross et al., 2011 (arXiv:1011.0686), in the form where the policy acts first. All processes have the same.
 
     ::
 
@@ -58,8 +57,7 @@ class Interventions:
         """Let the expert take over in ``episodes``, each before a decision of its ``[T]`` that is drawn evenly.
 
         Workers of ``env`` simulate them once more, with the policy's actions up to there: a repeated episode is the
-        same to the bit. ``visited`` is as a collector yields it; what crashed, and what the expert does not solve from
-        there, is left out.
+        same to the bit. ``visited`` is as a collector yields it; what crashed or is not solved from there is left out.
         """
         if self.budget is not None and self.actions >= self.budget:
             return

@@ -17,7 +17,8 @@ from vla_common.tensor_files import make_room
 class Learner:
     """Epochs of minibatches with an optimizer on a loss.
 
-    Written of :func:`~vla_algos.optim.make_optimizer` and :class:`~vla_algos.minibatches.Minibatches`, as the recipes.
+    It is :func:`~vla_algos.optim.make_optimizer` and :class:`~vla_algos.minibatches.Minibatches`, as in the recipes; a
+    ``ValueError`` says which of their settings cannot be.
 
     Any TorchRL loss will do whose terms are called ``loss_...``: they are added up, and the other scalars that it
     returns are logged as ``train/<name>``. What :class:`~vla_algos.losses.ChunkClipPPOLoss` has beyond that is used
@@ -32,9 +33,6 @@ class Learner:
 
     Attributes:
         steps: optimizer steps taken so far.
-
-    Raises:
-        ValueError: a setting that cannot be; the message says what would be right.
     """
 
     replicated = True
@@ -73,12 +71,8 @@ class Learner:
     def update(self, batch: TensorDictBase | None) -> dict[str, float]:
         """Learn from a batch with advantages, see :class:`~vla_algos.minibatches.Minibatches`.
 
-        Returns:
-            Metrics under ``train/``, see ``docs/metrics.md``; those of all processes.
-
-        Raises:
-            ValueError: nothing was executed, or the stored log-probabilities are not finite or not this policy's.
-            FloatingPointError: no gradient of the update was finite.
+        Returns the metrics ``train/...`` (``docs/metrics.md``) of all processes. ValueError: nothing was executed, or
+        the stored log-probabilities are not finite or not this policy's. FloatingPointError: no gradient was finite.
         """
         minibatches = Minibatches(self.loss_module, batch, **self._settings, steps=self.steps, frozen=self._frozen)
         if not minibatches.decisions:

@@ -115,9 +115,8 @@ class ChunkPolicyLoss(ClipPPOLoss):
             )
         if policy.out_keys and keys.ACTION_LOG_PROB not in policy.out_keys:
             raise ValueError(
-                "this policy predicts actions without a distribution (an L1 head, or method='flow_ode'): they have no "
-                "log-probability; clone demonstrations with BehaviourCloning (the recipe sft), or set head='tokens' or "
-                "method='flow_sde'"
+                "this policy acts without a distribution (an L1 head, or method='flow_ode'): no log-probability; "
+                "clone demonstrations (BehaviourCloning, the recipe sft), or set head='tokens' or method='flow_sde'"
             )
         if max_behaviour_weight is not None and not decoupled:
             raise ValueError(
@@ -169,9 +168,8 @@ class ChunkPolicyLoss(ClipPPOLoss):
         """
         if not isinstance(value_type, ValueEstimatorBase) or hyperparams:
             raise ValueError(
-                f"{type(self).__name__} makes no value estimator: call gae(batch) before it, on what StepCollector "
-                "collects, or pass an estimator, such as make_value_estimator(GAE(gamma=0.99, lmbda=0.95, "
-                "value_network=None)) of torchrl.objectives.value"
+                f"{type(self).__name__} makes no value estimator: call gae(batch) before it, or pass one of "
+                "torchrl.objectives.value: make_value_estimator(GAE(gamma=0.99, lmbda=0.95, value_network=None))"
             )
         return super().make_value_estimator(value_type)
 
@@ -187,7 +185,7 @@ class ChunkPolicyLoss(ClipPPOLoss):
         return [*names, *(("weights", key) for key in names if not key.startswith("loss_"))]
 
     def forward(self, tensordict: TensorDictBase, whole: TensorDictBase | None = None) -> TensorDict:
-        """Compute the loss terms of a minibatch or of a part of one.
+        """Compute the loss terms of a minibatch or of a part of one: a TensorDict of scalars, see the class.
 
         Args:
             tensordict: batch ``[B]`` with :attr:`in_keys`; ``advantage`` and ``value_target`` ``[B, 1]`` per
@@ -195,9 +193,6 @@ class ChunkPolicyLoss(ClipPPOLoss):
             whole: the minibatch of which ``tensordict`` is a part (gradient accumulation). The loss terms are
                 then shares: over the parts they add up to those of the whole, however its valid elements are
                 spread. Diagnostics are always means over ``tensordict``.
-
-        Returns:
-            A TensorDict of scalars, see the class.
 
         Raises:
             ValueError: an entry is missing or of another shape, or levels do not fit each other.
@@ -292,8 +287,7 @@ class ChunkPolicyLoss(ClipPPOLoss):
     def behaviour_weight(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         """Return ``pi_proximal / pi_behaviour`` of decisions ``[B]``, not bounded, and which of them are valid.
 
-        Returns:
-            At ``log_prob_level``: ``[B, C, A]``, ``[B, C]`` or ``[B]``; 1 where nothing was executed.
+        Both are at ``log_prob_level``: ``[B, C, A]``, ``[B, C]`` or ``[B]``; 1 where nothing was executed.
         """
         log_ratio = self._behaviour_log_ratio(tensordict)
         log_weight, valid = to_level(log_ratio, tensordict[keys.NEXT, keys.STEP_MASK], self.log_prob_level)
@@ -378,17 +372,13 @@ class ChunkClipPPOLoss(ChunkPolicyLoss):
         """Compute those of :class:`ChunkPolicyLoss`, and the critic's."""
         out = super().terms(tensordict, log_prob, entropy, value, whole)
         if self._has_critic:
-            mask = tensordict[keys.NEXT, keys.STEP_MASK]
-            all_of_it = mask if whole is None else whole[keys.NEXT, keys.STEP_MASK]
-            terms, number = self._value_terms(tensordict, value, mask, all_of_it, tensordict.get(keys.WEIGHT, None))
-            out.update(terms)
-            out["weights"].update({name: number for name in terms if not name.startswith("loss_")})
+            self._add_value_terms(out, tensordict, value, whole)
         return out
 
-    def _value_terms(
-        self, tensordict: TensorDictBase, value: Tensor | None, mask: Tensor, all_of_it: Tensor, weight: Tensor | None
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """Clipped Huber loss of the value (Schulman et al.'s PPO2 form: the worse of the two errors), and how many."""
+    def _add_value_terms(
+        self, out: TensorDict, tensordict: TensorDictBase, value: Tensor | None, whole: TensorDictBase | None
+    ) -> None:
+        """Clipped Huber loss of the value (Schulman et al.'s PPO2 form: the worse of the two errors)."""
         if value is None:
             raise ValueError(
                 f"critic_coeff is {float(self.critic_coeff):g}, but the policy has no value head: "
@@ -400,21 +390,23 @@ class ChunkClipPPOLoss(ChunkPolicyLoss):
                 f"the policy's value is {list(value.shape)} and 'value_target' {list(target.shape)}: a value per "
                 "primitive action goes with reward_level='action', one per decision with reward_level='chunk'"
             )
+        mask, weight = tensordict[keys.NEXT, keys.STEP_MASK], tensordict.get(keys.WEIGHT, None)
         per_action = value.shape == mask.shape
         valid = mask if per_action else mask.any(-1, keepdim=True)
+        all_of_it = mask if whole is None else whole[keys.NEXT, keys.STEP_MASK]
         number = count(all_of_it, "action" if per_action else "chunk", 1)
         value, target = torch.where(valid, value, 0.0), torch.where(valid, target, 0.0)  # as above: not even a NaN
         loss = F.huber_loss(value, target, reduction="none", delta=self.huber_delta)
-        terms = {}
         if self.clip_value is not None:
             old = torch.where(valid, tensordict[self.tensor_keys.value], 0.0)
             change = value - old
             near = old + change.clamp(-self.clip_value, self.clip_value)
             loss = torch.maximum(loss, F.huber_loss(near, target, reduction="none", delta=self.huber_delta))
-            terms["value_clip_fraction"] = mean((change.detach().abs() > self.clip_value).float(), valid)
-        terms["loss_critic"] = self.critic_coeff * mean(loss, valid, weight, number)
-        terms["value_loss"] = mean(loss.detach(), valid, weight)
-        return terms, valid.sum()
+            out["value_clip_fraction"] = mean((change.detach().abs() > self.clip_value).float(), valid)
+            out["weights", "value_clip_fraction"] = valid.sum()
+        out["loss_critic"] = self.critic_coeff * mean(loss, valid, weight, number)
+        out["value_loss"] = mean(loss.detach(), valid, weight)
+        out["weights", "value_loss"] = valid.sum()
 
 
 @checked
@@ -426,11 +418,8 @@ def add_reference_log_prob(
 ) -> TensorDictBase:
     """Write ``reference_log_prob``: the stored actions' log-probabilities under a frozen policy. Returns ``batch``.
 
-    Args:
-        batch: ``[B]`` decisions with the policy's ``loss_keys``.
-        reference: the frozen policy.
-        minibatch_size: decisions per pass.
-        device: of the frozen policy, ``None`` for that of the batch.
+    ``batch`` has ``[B]`` decisions with the policy's ``loss_keys``. Of these ``minibatch_size`` pass at once, on
+    ``device``, which is the frozen policy's; ``None``: that of the batch.
     """
     return batch.set(keys.REFERENCE_LOG_PROB, _log_prob(batch, reference, minibatch_size, device))
 

@@ -59,7 +59,8 @@ class Minibatches:
         target_kl: the update ends before the step of a minibatch whose ``kl_k3`` exceeds it; ``None`` for never.
         critic_warmup_steps: optimizer steps at the start of training in which only the critic learns.
         max_log_ratio: largest ``log_ratio_per_token`` (nats) before the first step; ``None`` for any. More means that
-            the stored log-probabilities (of a ``decoupled`` loss the proximal ones) are not this policy's.
+            the stored log-probabilities (of a ``decoupled`` loss the proximal ones) are not this policy's: a
+            ``ValueError``, as where they are not finite.
         recompute_log_prob: compute these once more before the first step, without gradient, in the parts of the first
             epoch: batches of other sizes round otherwise, most of all in bfloat16.
         steps: optimizer steps before this update.
@@ -69,9 +70,6 @@ class Minibatches:
         steps: optimizer steps so far.
         decisions: how many were executed, in all processes; where there are none, as every episode crashed when it
             began, there are no minibatches either.
-
-    Raises:
-        ValueError: the stored log-probabilities are not finite or not this policy's.
     """
 
     @checked
@@ -327,9 +325,8 @@ def check_minibatches(
 ) -> None:
     """Refuse (``ValueError``) settings of :class:`Minibatches` that do not fit each other, before any work."""
     if (minibatch_size is None) == (minibatches is None):
-        raise ValueError(
-            f"minibatch_size is {minibatch_size} and minibatches {minibatches}: give one of them, the other is null"
-        )
+        both = f"minibatch_size is {minibatch_size} and minibatches {minibatches}"
+        raise ValueError(f"{both}: give one of them, the other is null")
     if micro_batch_size is not None and minibatch_size is not None and micro_batch_size > minibatch_size:
         raise ValueError(
             f"micro_batch_size={micro_batch_size}: is a part of a minibatch, which has minibatch_size="
@@ -351,9 +348,7 @@ def check_loss(
     if critic_warmup_steps and not getattr(loss_module, "has_critic", True):
         raise ValueError("critic_warmup_steps needs a critic: set critic_warmup_steps=0, or critic_coeff above 0")
     if critic_warmup_steps and not trained_parameters(loss_module)[1]:
-        raise ValueError(
-            "critic_warmup_steps needs parameters to warm up, those of the policy's critic_parameters(); set it to 0"
-        )
+        raise ValueError("critic_warmup_steps needs parameters, the policy's critic_parameters(); set it to 0")
     if recompute_log_prob and not hasattr(policy_of(loss_module), "evaluate_actions"):
         raise ValueError(f"recompute_log_prob needs a policy that has evaluate_actions, that of {name} has not; false")
     if target_kl is not None and "kl_k3" not in loss_module.out_keys:

@@ -69,9 +69,7 @@ def demonstrated(samples: Samples, policy: SteeredPolicy) -> list[TensorDict]:
         length = samples.choose(numbers == number)[keys.EPISODE_LEN].max().item()
         rows: TensorDict = samples.choose((numbers == number) & (steps % policy.chunk_size == 0))[:]
         if not torch.equal(rows[keys.STEP], torch.arange(0, length, policy.chunk_size)):
-            raise ValueError(
-                f"demonstrations lack the start of each chunk of {policy.chunk_size}; type demonstrations.stride=1"
-            )
+            raise ValueError("demonstrations lack the start of some chunks; type demonstrations.stride=1")
         mask, over = rows[keys.STEP_MASK], torch.zeros(len(rows), 1, dtype=torch.bool)
         ends = over.clone()
         ends[-1] = True
@@ -100,9 +98,6 @@ class Replay:
         capacity: decisions of the whole run, at most; ``None``: what the first :meth:`extend` brings, and no more.
         gamma, n_steps: see :func:`transitions`.
         batch_size: transitions that :meth:`sample` draws, with replacement.
-
-    Attributes:
-        decisions: transitions that are kept.
     """
 
     @checked
@@ -122,7 +117,7 @@ class Replay:
 
     @property
     def decisions(self) -> int:
-        """See the class."""
+        """How many transitions are kept."""
         return 0 if self._buffer is None else len(self._buffer)
 
     def bytes_of(self, policy: SteeredPolicy) -> int:

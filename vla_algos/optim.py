@@ -44,7 +44,7 @@ def make_optimizer(
 
     The parameters of the critic have a learning rate of their own and their gradient is clipped apart from the others':
     a value far off must not silence the policy. Which are the critic's, the policy says (``critic_parameters()``), or
-    they are those of the loss's ``critic_network``.
+    they are those of the loss's ``critic_network``. A ``ValueError`` says which setting cannot be.
 
     Args:
         loss_module: the loss, with the policy in it; or the policy.
@@ -65,9 +65,6 @@ def make_optimizer(
     Returns:
         The optimizer, for :func:`step`, and the schedule, whose ``step()`` ends an update. Both restore the state of
         a run with the settings that they are made with here.
-
-    Raises:
-        ValueError: a setting that cannot be; the message says what would be right.
     """
     check_schedule(betas=betas, warmup_updates=warmup_updates, updates=updates, schedule=schedule)
     actor, critic = trained_parameters(loss_module)
@@ -117,13 +114,8 @@ class Schedule(LambdaLR):
 def step(optimizer: Optimizer, critic_only: bool = False) -> torch.Tensor | None:
     """Take a step with the gradients that are there, those of each group clipped to its ``max_grad_norm``.
 
-    Args:
-        optimizer: of :func:`make_optimizer`.
-        critic_only: the policy's gradient is thrown away, see ``critic_warmup_steps``.
-
-    Returns:
-        The norm of the policy's gradient before, the same in all processes; ``None`` if no step was taken, because a
-        gradient was not finite.
+    With ``critic_only`` the policy's gradient is thrown away, see ``critic_warmup_steps``. Returns the norm of the
+    policy's gradient before, the same in all processes; ``None`` if no step was taken: a gradient was not finite.
     """
     actor, critic = optimizer.param_groups
     if critic_only:  # the value loss may reach the backbone as well, see critic_detach
@@ -196,9 +188,7 @@ def empty_state(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
 
 def policy_of(loss_module: nn.Module) -> Any:
     """Return the policy in a loss: its ``policy``, or what TorchRL's losses call ``actor_network``; or it is one."""
-    return next(
-        (getattr(loss_module, name) for name in ("policy", "actor_network") if hasattr(loss_module, name)), loss_module
-    )
+    return getattr(loss_module, "policy", getattr(loss_module, "actor_network", loss_module))
 
 
 def trained_parameters(loss_module: nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
@@ -217,8 +207,7 @@ def trained_parameters(loss_module: nn.Module) -> tuple[list[torch.nn.Parameter]
     short = {str(each.dtype).removeprefix("torch.") for each in [*actor, *critic]} - {"float32", "float64"}
     if short:
         raise ValueError(
-            f"trained parameters are {', '.join(sorted(short))}, which rounds away steps of a usual learning rate; "
-            "set policy.dtype=float32 (sharding.compute=bf16 computes in bfloat16 all the same), or train adapters, "
-            "which are float32: policy.lora_rank=32"
+            f"trained parameters are {', '.join(sorted(short))}, which rounds away steps of a usual learning rate; set "
+            "policy.dtype=float32 (sharding.compute=bf16 computes in bfloat16), or train adapters: policy.lora_rank=32"
         )
     return actor, critic

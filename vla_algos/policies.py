@@ -42,8 +42,7 @@ class _Callable(TensorDictModuleBase):
     def __init__(self, function: Callable[[TensorDictBase], TensorDictBase], env: EnvBase):
         if not callable(function):
             raise TypeError(
-                f"a policy is a TensorDictModule or a callable that takes a TensorDict and writes {ACTION!r}, not "
-                f"{type(function).__name__}"
+                f"a policy is a TensorDictModule or callable that writes {ACTION!r}, not {type(function).__name__}"
             )
         super().__init__()
         if hasattr(function, "set_action_spec_from_env"):  # RandomPolicy() asks the collector

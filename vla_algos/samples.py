@@ -56,13 +56,8 @@ class Samples:
         """Keep whole demonstrations out of learning, for a loss on what was not learnt.
 
         Which ones, a demonstration's trial decides alone: of each task the same share, and the same trials whatever
-        else was recorded or solved. With ``heldout=1/16`` those are trials 15, 31, 47 and so on.
-
-        Returns:
-            What is learnt from, and what is held out; with 0 all of it, and nothing.
-
-        Raises:
-            ValueError: nothing is held out although it should, or nothing is left.
+        else was recorded or solved. With ``heldout=1/16`` those are trials 15, 31, 47 and so on. Returns what is learnt
+        from, and what is held out; with 0 all of it, and nothing. A ``ValueError`` if nothing is held out, or left.
         """
         if not heldout:
             return self, self.choose(torch.zeros(len(self), dtype=torch.bool))

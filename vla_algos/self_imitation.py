@@ -32,15 +32,12 @@ class SelfImitation:
 
     Args:
         policy: that is trained, with an ``imitation_loss``.
-        coeff: factor of the cloning loss; 0: nothing is kept nor cloned.
+        coeff: factor of the cloning loss (``ValueError`` if the policy has none); 0: nothing is kept nor cloned.
         capacity: decisions that are kept, the newest. Their images are the most of a checkpoint.
         batch_size: decisions of an optimizer step, of all processes together. Four times as many are stored first.
         label_sigma: see ``cloning.label_sigma``.
         equal: what is drawn equally often: ``"decisions"``; ``"episodes"`` (initial states), so that a short one counts
             as much as a long one; or ``"tasks"``.
-
-    Raises:
-        ValueError: ``coeff`` with a policy that has no ``imitation_loss``.
     """
 
     replicated = True  # the same in all processes

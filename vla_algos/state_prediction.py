@@ -107,10 +107,8 @@ def future_states(demonstrations: TensorDict | Samples, steps: Sequence[int]) ->
     """
     needed = (keys.EPISODE, keys.STEP, keys.FINAL_STATES)
     if missing := [key for key in needed if key not in demonstrations]:
-        raise ValueError(
-            f"cloning.auxiliary needs demonstrations with {', '.join(missing)}; record them again, or type "
-            "cloning.auxiliary=0"
-        )
+        lacking = f"cloning.auxiliary needs demonstrations with {', '.join(missing)}"
+        raise ValueError(f"{lacking}; record them again, or type cloning.auxiliary=0")
     episode, step, final = (demonstrations[key] for key in needed)
     states, longest = demonstrations[keys.STATES], int(step.max()) + max([0, *steps]) + 1
     place = episode * longest + step

@@ -14,8 +14,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import yaml
+from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 
 from vla_common.registry import config_packages
 
@@ -64,8 +67,24 @@ def all_experiments(conf: Path) -> dict[str, Experiment]:
     return {**found, **find_experiments(conf)}
 
 
-def offer_rows(conf: Path) -> None:
-    """Let Hydra know the rows of a folder's tables by name."""
+class PluginSearchPath(SearchPathPlugin):
+    """Puts the configuration groups of installed packages (``vla_torchrl.configs``) on Hydra's search path."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        """Append them after the recipe's own, whose experiments' rows Hydra gets to know by name."""
+        for place in search_path.get_path():
+            if place.provider == "main":
+                _offer_rows(Path(place.path.removeprefix("file://")))
+        for package in config_packages():
+            search_path.append("vla-torchrl", f"pkg://{package}")
+
+
+def search_packages() -> None:
+    """Have Hydra look into the packages too; may be called again."""
+    Plugins.instance().register(PluginSearchPath)
+
+
+def _offer_rows(conf: Path) -> None:
     for name, experiment in find_experiments(conf).items():
         if experiment.suite:
             defaults = [experiment.file.name.removesuffix(".yaml"), "_self_"]

@@ -71,10 +71,8 @@ def report(error: BaseException) -> int:
     """Print what went wrong: one line, or a traceback if it was asked for or tells more.
 
     Once work has begun a mistake of the user is unlikely: then all but our own errors and those of the operating system
-    have their traceback.
-
-    Returns:
-        The exit status: 2 for what was wrong before work began, 1 for a failure, 130 for Ctrl-C, 141 for a closed pipe.
+    have their traceback. Returns the exit status: 2 for what was wrong before work began, 1 for a failure, 130 for
+    Ctrl-C, 141 for a closed pipe.
     """
     if isinstance(error, BrokenPipeError) and error.filename is None:  # ppo.py --cfg job | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more

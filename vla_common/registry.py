@@ -14,6 +14,7 @@ Gymnasium ids: a module that declares one should import neither torch nor a simu
 
 import sys
 import warnings
+from functools import cached_property
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Generic, TypeVar
 
@@ -32,45 +33,43 @@ class Registry(Generic[T]):
     def __init__(self, kind: str, group: str):
         self.kind, self.group = kind, group
         self._registered: dict[str, T] = {}
-        self._entry_points: dict[str, EntryPoint] | None = None
 
     def register(self, name: str, item: T) -> None:
         """Add an object for this process; ``ValueError`` if the name is taken by something else."""
-        if self._registered.get(name, item) is not item or (name in self._found() and not self._declares(name, item)):
+        declared = name in self._entry_points and not self._declares(name, item)
+        if declared or self._registered.get(name, item) is not item:
             raise ValueError(f"there is a {self.kind} {name!r} already; register it under another name")
         self._registered[name] = item
 
     def _declares(self, name: str, item: T) -> bool:
         """Tell whether an entry point declares just this object, whose module may be registering it too."""
-        point = self._found()[name]
+        point = self._entry_points[name]
         return getattr(sys.modules.get(point.module), point.attr, None) is item
 
     def names(self) -> list[str]:
         """List all names, sorted."""
-        return sorted({*self._found(), *self._registered})
+        return sorted({*self._entry_points, *self._registered})
 
     def module(self, name: str) -> str | None:
         """Return the module that declares an entry point; ``None`` for a name that is none."""
-        point = self._found().get(name)
+        point = self._entry_points.get(name)
         return None if point is None else point.module
 
     def __contains__(self, name: object) -> bool:
-        return name in self._registered or name in self._found()
+        return name in self._registered or name in self._entry_points
 
     def get(self, name: str, example: str | None = None) -> T:
         """Return the object of a name.
 
-        Raises:
-            ValueError: there is none; offers the nearest names.
-            ImportError: the package that declares it, which is named, cannot be imported.
+        ValueError: there is none; offers the nearest. ImportError: its package, which is named, cannot be imported.
         """
         if name in self._registered:
             return self._registered[name]
         if not self.names():  # not even ours
             raise ValueError(f"no {self.kind} is installed, not even ours; type: pip install -e .  (in the checkout)")
-        if name not in self._found():
+        if name not in self._entry_points:
             raise unknown_name(self.kind, str(name), self.names(), example)
-        point = self._found()[name]
+        point = self._entry_points[name]
         try:
             item = point.load()
         except Exception as error:  # whatever the module of a stranger raises
@@ -92,20 +91,20 @@ class Registry(Generic[T]):
                 warnings.warn(str(error), RuntimeWarning, stacklevel=2)
         return items
 
-    def _found(self) -> dict[str, EntryPoint]:
-        if self._entry_points is None:
-            self._entry_points = {}
-            # Ours first: a package that takes one of our names does not get it.
-            for point in sorted(entry_points(group=self.group), key=lambda point: _package(point) != _OURS):
-                kept = self._entry_points.setdefault(point.name, point)
-                if kept.value != point.value:
-                    warnings.warn(
-                        f"the packages {_package(kept)} and {_package(point)} both declare the {self.kind} "
-                        f"{point.name!r}; that of {_package(kept)} is used, rename the other",
-                        RuntimeWarning,
-                        stacklevel=2,
-                    )
-        return self._entry_points
+    @cached_property
+    def _entry_points(self) -> dict[str, EntryPoint]:
+        found: dict[str, EntryPoint] = {}
+        # Ours first: a package that takes one of our names does not get it.
+        for point in sorted(entry_points(group=self.group), key=lambda point: _package(point) != _OURS):
+            kept = found.setdefault(point.name, point)
+            if kept.value != point.value:
+                warnings.warn(
+                    f"the packages {_package(kept)} and {_package(point)} both declare the {self.kind} "
+                    f"{point.name!r}; that of {_package(kept)} is used, rename the other",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+        return found
 
 
 def _package(point: EntryPoint) -> str:

@@ -94,10 +94,8 @@ def _evaluated(annotation: Any, scope: Mapping[str, Any]) -> Any:
 def check_settings(section: str, settings: Mapping[str, Any], types: Mapping[str, Any]) -> None:
     """Refuse settings that are not read, of a wrong type or out of range; the ``ValueError`` says what would be right.
 
-    Args:
-        section: what stands before the dot on the command line; empty for the outermost.
-        settings: plain values, lists and mappings, as a configuration has them.
-        types: annotation of each setting, from :func:`setting_types`.
+    ``section`` stands before the dot on the command line, empty for the outermost; ``settings`` are plain values,
+    lists and mappings, as a configuration has them; ``types`` are their annotations, from :func:`setting_types`.
     """
     typed = f"{section}." if section else ""
     for name in settings:
@@ -163,9 +161,8 @@ def _problem(annotation: Any, value: Any) -> str | None:
         read = adapter.validate_json(text, strict=True)
     except ValidationError as error:
         messages = dict.fromkeys(_message(entry) for entry in _telling(error, value))
-        return ("; " if isinstance(value, (list, tuple)) else " or ").join(messages).replace(
-            " or must be ", " or "
-        ) + _nearest(annotation, value)
+        joined = ("; " if isinstance(value, (list, tuple)) else " or ").join(messages)
+        return joined.replace(" or must be ", " or ") + _nearest(annotation, value)
     return next(_slips(json.loads(text), read), None)
 
 
@@ -199,9 +196,7 @@ def _slips(typed: Any, read: Any) -> Iterator[str]:
 def _nearest(annotation: Any, value: Any) -> str:
     choices = [annotation, *get_args(annotation)]  # of Literal["a", "b"], also within a union with None
     names = [name for choice in choices for name in get_args(choice) if isinstance(name, str)]
-    if not isinstance(value, str):
-        return ""
-    near = nearest_names(value, names)
+    near = nearest_names(value, names) if isinstance(value, str) else []
     return f"; did you mean {' or '.join(near)}?" if near else ""
 
 
@@ -240,12 +235,10 @@ def _adapter(annotation: Any) -> TypeAdapter[Any] | None:
     """Make what checks values of an annotation; ``None`` for one that no configuration can hold, such as a tensor."""
     if (text := repr(annotation)) not in _adapters:
         made: TypeAdapter[Any] | None = None
-        try:
-            made = TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
-        except PydanticSchemaGenerationError:
-            pass
-        except Exception:  # a class of ours has a configuration of its own
-            with contextlib.suppress(PydanticSchemaGenerationError):
+        with contextlib.suppress(PydanticSchemaGenerationError):
+            try:
+                made = TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
+            except Exception:  # a class of ours has a configuration of its own
                 made = TypeAdapter(annotation)
         _adapters[text] = made
     return _adapters[text]

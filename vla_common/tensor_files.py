@@ -38,9 +38,8 @@ def load_plain(file: Path, *, mmap: bool = False) -> Any:
     except Exception as error:  # torch raises a dozen types for a damaged file
         if code := _code(file, error):
             raise ExecutableFileError(
-                f"{file} is refused: loading it would execute code ({code}), and only tensors are loaded here; do not "
-                "load it with other tools either, unless you trust its author: ask for a state_dict of "
-                "tensors alone, or safetensors"
+                f"{file} is refused: loading it would execute code ({code}); do not load it with other tools either, "
+                "unless you trust its author: ask for a state_dict of tensors alone, or safetensors"
             ) from None
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip()  # not torch's advice to load it even so
         reason = f"{type(error).__name__}: {reason.partition(chr(10))[0][:120]}"
@@ -54,10 +53,8 @@ def load_tensors(file: Path, *, mmap: bool = False) -> dict[str, Tensor]:
         raise ValueError(f"{file} is not a file of tensors by name; save a module's state_dict() in it")
     others = [key for key, value in content.items() if not isinstance(value, Tensor)]
     if others:
-        raise ValueError(
-            f"{file} has {type(content[others[0]]).__name__} under {others[0]!r}, must be a tensor; save a module's "
-            "state_dict() in it"
-        )
+        kind = type(content[others[0]]).__name__
+        raise ValueError(f"{file} has {kind} under {others[0]!r}, must be a tensor; save a module's state_dict() in it")
     return content
 
 

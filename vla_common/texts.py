@@ -54,9 +54,7 @@ def to_strings(tensordict: Any, key: Any = keys.TASK_DESCRIPTIONS) -> list[str]:
     """Return the texts under ``key`` of a batch ``[*B]`` as one flat list; ``ValueError`` if there is no such entry."""
     value = tensordict.get(key, None)
     if value is None:
-        raise ValueError(
-            f"the batch has no {key!r}, which is read: text or uint8 [*B, bytes], such as an environment writes"
-        )
+        raise ValueError(f"the batch has no {key!r}: text or uint8 [*B, bytes], such as an environment writes")
     return decode(value)
 
 

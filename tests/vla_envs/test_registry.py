@@ -422,7 +422,7 @@ def test_a_package_that_takes_our_name_is_told_and_does_not_get_it(monkeypatch):
     registry = Registry("benchmark", "vla_torchrl.benchmarks")
     with pytest.warns(RuntimeWarning, match=r"vla-torchrl and shadow both declare the benchmark"):
         assert registry.names() == ["metaworld"]
-    assert registry._found()["metaworld"].value == "vla_envs.metaworld:BENCHMARK"
+    assert registry._entry_points["metaworld"].value == "vla_envs.metaworld:BENCHMARK"
 
 
 def test_a_gymnasium_id_that_is_taken_is_said(monkeypatch):

@@ -378,7 +378,7 @@ class Declared:
 @pytest.mark.parametrize("item", [object, 3, type("Other", (Constant,), {"family": "other"})])
 def test_a_strangers_mistake_is_not_in_the_way_of_our_policies(item, monkeypatch, tmp_path):
     make_policy(Shape(), family="small", **SMALL).save_pretrained(tmp_path)
-    found = {**policies._found(), "strange": Declared("strange", item, "strange-package")}
+    found = {**policies._entry_points, "strange": Declared("strange", item, "strange-package")}
     monkeypatch.setattr(policies, "_entry_points", found)
     monkeypatch.setattr(policies, "_registered", dict(policies._registered))
     with pytest.warns(RuntimeWarning, match="'strange' of vla_torchrl.policies must be a VLAPolicy of that family"):

@@ -1,9 +1,9 @@
-"""What both collectors share: acting in chunks, stages, times, random numbers and weights."""
+"""What a recipe asks of a collector, and what ours share: chunks, stages, times, random numbers and weights."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +26,25 @@ OUTCOME_KEYS = (keys.ACTION, keys.TASK_ID, keys.TRIAL_ID, keys.GROUP_ID, *((keys
 
 T = TypeVar("T")
 Hook = Callable[[TensorDictBase], None]
+
+
+class Collector(Protocol):
+    """What a recipe asks of a collector: a policy that acts in environments (``docs/how-to/add-a-collector.md``).
+
+    ``stats()``, numbers for the log by name, may be there too.
+    """
+
+    def rollout(self) -> TensorDictBase:
+        """Return decisions ``[N, T]`` of ``N`` environments in time order: what the loss and the advantages read."""
+
+    def reset(self) -> Any:
+        """Abandon the episodes that run: an evaluation has used the simulators."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return tensors, numbers and texts with which another process continues."""
+
+    def load_state_dict(self, state_dict: Any) -> Any:
+        """Continue where :meth:`state_dict` was called."""
 
 
 class ChunkCollector(BaseCollector):

@@ -10,11 +10,11 @@ from torch import Tensor
 from torchrl.envs import EnvBase
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
-from vla_algos.advantages import Bootstrap
+from vla_algos.advantages import Bootstrap, ends_for_good
 from vla_algos.collectors.base import ChunkCollector, Hook
 from vla_algos.policies import Policy
 from vla_algos.progress import tell
-from vla_common.keys import CRASHED, DONE, NEXT, STATE_VALUE, TERMINATED, TRUNCATED
+from vla_common.keys import CRASHED, DONE, NEXT, STATE_VALUE
 from vla_common.settings import Count, checked
 from vla_envs.env import ENV_INDEX
 from vla_envs.resume import load_state, save_state
@@ -39,8 +39,7 @@ class StepCollector(ChunkCollector):
         values: store the values of a policy that has ``state_value`` among its ``out_keys``.
         bootstrap: that of :func:`~vla_algos.advantages.gae`.
         stages: groups of slots that take turns: while the policy decides for one, simulators of the others work, in a
-            fixed order. Rows stay slots. With more than 1, ``env`` is a :class:`~vla_envs.env.VLAEnv` without
-            transforms.
+            fixed order. Rows stay slots. With more than 1, ``env`` has no transforms.
         step_hook: called with the outcome of every decision (batch ``[N]``); of every stage's, with ``env_index``,
             where there are several.
 
@@ -99,11 +98,7 @@ class StepCollector(ChunkCollector):
             batch[slots, t] = stored
             if self.has_value:
                 after = outcome[NEXT]
-                wanted = {  # ends of episodes beyond which the bootstrap looks
-                    "truncation": after[TRUNCATED] & ~after[TERMINATED],
-                    "none": torch.zeros_like(after[DONE]),
-                    "any_done": after[DONE],
-                }[self.bootstrap]
+                wanted = after[DONE] & ~ends_for_good(after, self.bootstrap)  # beyond which the bootstrap looks
                 if t == self.decisions - 1:
                     wanted = wanted | ~after[DONE]
                 rows = (wanted & ~after[CRASHED]).squeeze(-1).nonzero().squeeze(-1)

@@ -108,17 +108,14 @@ class DemonstrationSet:
             if name not in recorded:
                 raise ValueError(f"{self.folder}: {name} is not among its tasks ({self.facts['env']['id']}); {_AGAIN}")
             if (theirs := recorded[name]["instruction"]) != instruction:
-                raise ValueError(
-                    f"{self.folder}: {name} was recorded as {theirs!r}, here it is {instruction!r}; {_AGAIN}"
-                )
+                raise ValueError(f"{self.folder}: {name} was recorded as {theirs!r}, is {instruction!r} here; {_AGAIN}")
         if not any(recorded[task.name]["solved"] for task in spec.tasks):  # of many, an expert may fail some
             raise ValueError(f"{self.folder}: the expert solved no task of {spec.id}; {_AGAIN}")
         length, whole = self.facts["recording"]["chunk_size"], self.facts["env"]["whole_chunks"]
         if chunk_size is not None and (length < chunk_size or (whole and length != chunk_size)):
             raise ValueError(
-                f"{self.folder}: its demonstrations are for chunks of {'' if whole else 'at most '}{length}, the "
-                f"policy has {chunk_size}; make the policy with chunk_size={length} (recipes: policy.chunk_size), or "
-                f"{_AGAIN}"
+                f"{self.folder}: demonstrations are for chunks of {'' if whole else 'at most '}{length}, the policy "
+                f"has {chunk_size}; make the policy with chunk_size={length} (recipes: policy.chunk_size), or {_AGAIN}"
             )
 
     def _check_env(self, spec: SimulatorSpec) -> None:

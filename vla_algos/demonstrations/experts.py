@@ -30,7 +30,7 @@ Finished = Callable[[Episode, int | None], object]  # an episode, and the action
 
 @dataclass(frozen=True, kw_only=True)
 class RecordingSettings:
-    """How the expert is recorded.
+    """How the expert is recorded; a ``ValueError`` for a value out of range.
 
     Attributes:
         stride: record every so many primitive actions, or decisions where a chunk is one motion.
@@ -38,9 +38,6 @@ class RecordingSettings:
             the gripper, or one for each dimension.
         noise_correlation: of the disturbance between successive actions, 0 to below 1.
         max_steps: give up after that many actions.
-
-    Raises:
-        ValueError: a value out of range.
     """
 
     stride: Count = 4
@@ -77,10 +74,9 @@ def record_demonstrations(
         **settings: of :class:`RecordingSettings`.
 
     Returns:
-        ``[K]``, demonstrations in the order of ``episodes``: the cameras that the policy looks at, or ``model_images``
-        of one that resizes, ``states``, ``task_descriptions`` as bytes, ``prompt_tokens``, ``action`` ``[K, C, A]``,
-        ``step_mask`` ``[K, C]``, ``task_id``, ``trial_id``, ``episode``, ``step``, ``episode_len`` ``[K, 1]`` and
-        ``final_states``.
+        ``[K]``, in the order of ``episodes``: the cameras that the policy looks at, or ``model_images`` of one that
+        resizes, ``states``, ``task_descriptions`` as bytes, ``prompt_tokens``, ``action`` ``[K, C, A]``, ``step_mask``
+        ``[K, C]``, ``task_id``, ``trial_id``, ``episode``, ``step``, ``episode_len`` ``[K, 1]`` and ``final_states``.
 
     Raises:
         ValueError: the benchmark has no scripted expert; noise for other actions.
@@ -184,9 +180,7 @@ def _record(
     Returns each with the actions that the expert needed, ``None`` if it failed.
     """
     if not episodes:
-        raise ValueError(
-            "no episodes are given, and cloning needs at least 1; give some (recipes: demonstrations.episodes)"
-        )
+        raise ValueError("no episodes are given, and cloning needs some (recipes: demonstrations.episodes)")
     spec = env.simulator_spec
     check_expert(spec.simulator_class(), spec)
     noise_of_dimensions(settings.noise, spec)

@@ -94,9 +94,7 @@ class Demonstrations:
     def __init__(self, config: SimpleNamespace, spec: SimulatorSpec, always: bool = False):
         settings, cloning = config.demonstrations, config.cloning
         if settings["episodes"] and "steps" not in cloning:
-            raise ValueError(
-                "cloning.steps is missing: how many steps? type cloning.steps=400, or demonstrations.episodes=0"
-            )
+            raise ValueError("cloning.steps is missing; type cloning.steps=400, or demonstrations.episodes=0")
         self.settings, self.spec, self.facts = DemonstrationSettings(**settings), spec, dict[str, Any]()
         self._lerobot: LeRobotDemonstrations | None = None
         self._env = dict(config.env)
@@ -154,13 +152,8 @@ class Demonstrations:
         """Record them one task after the other, or read them from their folder; of several processes one records.
 
         It is the process of rank ``by``, in the workers of ``env``; instructions and chunks are those of ``policy``.
-
-        Returns:
-            What ``policy`` learns from, and what is held out; the same in all processes.
-
-        Raises:
-            ValueError: the folder has something else in it; nothing is held out although it should be.
-            FolderInUse: another process records into the folder.
+        Returns what ``policy`` learns from, and what is held out; the same in all processes. ValueError: the folder has
+        something else in it, or nothing is held out although it should be. FolderInUse: another process records there.
         """
         records = distributed.rank() == by
         if self.settings.folder is None:
@@ -220,10 +213,7 @@ def find_demonstrations(settings: DemonstrationSettings, spec: SimulatorSpec, ev
                 f"{folder} is none (no meta/info.json); leave it out"
             )
     if folder is None and settings.statistics == "demonstrations":
-        raise ValueError(
-            "demonstrations.statistics=demonstrations needs demonstrations that are kept; type "
-            "demonstrations.folder=FOLDER"
-        )
+        raise ValueError("demonstrations.statistics=demonstrations needs a folder; type demonstrations.folder=FOLDER")
     if folder is None or not Path(folder).exists():
         return None
     found = load_demonstrations(folder)
@@ -243,10 +233,7 @@ def read(
 ) -> tuple[Samples, Samples]:
     """Read what was found: what ``policy`` learns from, and what is held out; ``ValueError`` if it does not fit."""
     if found is None:
-        raise ValueError(
-            f"demonstrations.folder={settings.folder}: this process does not see it; take a folder that all "
-            "machines share"
-        )
+        raise ValueError(f"demonstrations.folder={settings.folder} is not on this machine; take one that all share")
 
     def samples() -> tuple[Samples, Samples]:
         made = for_policy(found, policy, spec) if isinstance(found, DemonstrationSet) else found.for_policy(policy)

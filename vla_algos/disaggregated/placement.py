@@ -27,31 +27,23 @@ class Placement:
 
     A *number* is the launcher's, a *rank* ours: actors first, so that rank 0, which writes and logs, is one, then the
     rollouts that are no actors. A GPU that only draws has no process in the group.
-
-    Attributes:
-        actor, rollout, env: numbers, ascending.
-        processes: how many the launcher has started.
-        per_node: how many of them on each node.
     """
 
-    actor: tuple[int, ...]
+    actor: tuple[int, ...]  # numbers, ascending
     rollout: tuple[int, ...]
     env: tuple[int, ...]
-    processes: int
-    per_node: int
+    processes: int  # how many the launcher has started
+    per_node: int  # how many of them on each node
 
     @classmethod
     def read(cls, settings: Mapping[str, Any], processes: int, per_node: int) -> "Placement":
-        """Make a placement of what the section ``placement`` says.
+        """Make a placement of what the section ``placement`` says; a ``ValueError`` in one line if it cannot be.
 
         Args:
             settings: by role which GPUs have it: ``all``, a number, a range ``0-3``, several of these, ``0-1,4-5``, or
                 a list; env may be ``same``, where its rollout is. A role that is not named is ``all``, env ``same``.
             processes: how many the launcher has started.
             per_node: how many of them on each node.
-
-        Raises:
-            ValueError: it cannot be; says in one line what is wrong, what would be right and what to type.
         """
         if processes < 1 or per_node < 1 or processes % per_node:
             raise ValueError(

@@ -26,12 +26,8 @@ def members(config: DictConfig) -> tuple[int, ...] | None:
 class Roles:
     """Which processes learn and which collect, and what this one does.
 
-    Attributes:
-        placement: of all processes.
-        rank: of this process.
-        actors, rollouts: ranks that learn, and that collect: all actors, some of them, or none.
-        learns, collects: whether this process is an actor, and a rollout.
-        disaggregated: whether no process does both.
+    ``actors`` and ``rollouts`` are the ranks that learn, and that collect: all actors, some of them, or none.
+    ``learns`` and ``collects`` say whether this process is one of them, ``disaggregated`` that no process is both.
     """
 
     def __init__(self, placement: Placement, rank: int | None = None):

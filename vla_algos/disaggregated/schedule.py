@@ -64,9 +64,8 @@ class Schedule:
     ) -> R:
         """Do an iteration, numbered from 1 to ``last``: collect a batch, and learn from one.
 
-        ``collect`` returns a batch, and is called where this process collects; ``learn`` learns from this process's
-        part of a batch, ``None`` where it has no rows, and is called where it learns. Returns in every process what it
-        has returned.
+        ``collect`` returns a batch, and is called where this process collects; ``learn`` learns from its part of a
+        batch, ``None`` where it has no rows, and is called where it learns. Returns everywhere what that has returned.
         """
 
         def collected() -> TensorDictBase | None:

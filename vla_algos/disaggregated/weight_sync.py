@@ -6,7 +6,6 @@ saved buffers. Of a sharded policy one tensor after the other is gathered, sent,
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -19,12 +18,6 @@ from vla_policies.sharding import compute_device, reshard, trained_tensors
 _SENDER = 0  # rank of an actor, always
 
 
-@dataclass(frozen=True)
-class _Kind:
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-
 class WeightSync:
     """Sends the trained weights of rank 0 to the processes that only collect, at each :meth:`transfer`.
 
@@ -32,22 +25,16 @@ class WeightSync:
     and bfloat16 there are rounded before they are gathered. All processes make the same calls, after a barrier. A
     ``ValueError`` in all of them if a receiver has no place for something.
 
-    Args:
-        policy: of this process.
-        group: of rank 0 and the receivers.
-        receives: whether this process does; the others are rank 0, or help to gather.
-
-    Attributes:
-        seconds: of the last transfer until all was there, waiting for others included.
-        bytes: that each receiver gets by a transfer.
+    ``policy`` is of this process, ``group`` of rank 0 and the receivers; ``receives`` says whether this process is one
+    of these, the others are rank 0, or help to gather. ``bytes`` are what each receiver gets by a transfer, ``seconds``
+    those of the last one until all was there, waiting for others included.
     """
 
     def __init__(self, policy: nn.Module, group: dist.ProcessGroup, *, receives: bool):
         self._policy, self._group, self.receives = policy, group, receives
         self._device = compute_device(next(policy.parameters()))
-        self._sent = self._agree()  # with the dtype on the way
-        self.seconds = 0.0
-        self.bytes = sum(torch.Size(kind.shape).numel() * kind.dtype.itemsize for kind in self._sent.values())
+        self._sent = self._agree()
+        self.seconds, self.bytes = 0.0, sum(kind.nbytes for kind in self._sent.values())
 
     def transfer(self) -> None:
         """Send, help to gather, or receive; returns when all is there."""
@@ -57,10 +44,10 @@ class WeightSync:
             torch.cuda.synchronize(self._device)
         self.seconds = time.perf_counter() - started
 
-    def _agree(self) -> dict[str, _Kind]:
-        """Tell each other what there is; returns what is sent."""
+    def _agree(self) -> dict[str, Tensor]:
+        """Tell each other what there is; returns shapes and dtypes of what is sent (meta device)."""
         own = _places(self._policy) if self.receives else trained_tensors(self._policy)
-        kinds = {name: _Kind(tuple(tensor.shape), tensor.dtype) for name, tensor in own.items()}
+        kinds = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in own.items()}
         processes = distributed.all_gather_object((dist.get_rank(), self.receives, self._device.type, kinds))
         (_, _, device, sent), receivers = processes[_SENDER], [each for each in processes if each[1]]
         for rank, _, device_there, places in receivers:
@@ -68,7 +55,7 @@ class WeightSync:
             if device_there != device:
                 self._device = torch.device("cpu")
         dtypes = {name: {places[name].dtype for *_, places in receivers} for name in sent}
-        return {name: _Kind(kind.shape, _smaller(kind.dtype, dtypes[name])) for name, kind in sent.items()}
+        return {name: kind.to(_smaller(kind.dtype, dtypes[name])) for name, kind in sent.items()}
 
     def _send(self) -> None:
         weights = trained_tensors(self._policy)
@@ -81,7 +68,7 @@ class WeightSync:
         places = _places(self._policy)
         for name, kind in self._sent.items():
             if places[name].numel():
-                room = torch.empty(kind.shape, dtype=kind.dtype, device=self._device)
+                room = torch.empty_like(kind, device=self._device)
                 self._broadcast(room)
                 places[name].copy_(room)
 
@@ -120,7 +107,7 @@ def _smaller(dtype: torch.dtype, of_receivers: set[torch.dtype]) -> torch.dtype:
     return one if smaller else dtype
 
 
-def _check_places(sent: Mapping[str, _Kind], places: Mapping[str, _Kind], rank: int) -> None:
+def _check_places(sent: Mapping[str, Tensor], places: Mapping[str, Tensor], rank: int) -> None:
     wrong = [
         f"{name} is {list(kind.shape)} and there {list(places[name].shape) if name in places else 'missing'}"
         for name, kind in sent.items()

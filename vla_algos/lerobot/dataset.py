@@ -58,38 +58,25 @@ class Table:
 
 @dataclass(frozen=True)
 class LeRobotFolder:
-    """A data set in a local folder.
-
-    Attributes:
-        path: the folder.
-        version: major and minor number of the format.
-        fps: frames, and so actions, per second.
-        episodes, frames: how many there are.
-        cameras: the colour cameras by name.
-        action, state: names of the features.
-        action_dim, state_dim: their sizes.
-        chunks_size: how many episodes of v2.1 are in a folder.
-    """
+    """A data set in a local folder."""
 
     path: Path
-    version: tuple[int, int]
-    fps: float
-    episodes: int
+    version: tuple[int, int]  # major and minor number of the format
+    fps: float  # frames, and so actions, per second
+    episodes: int  # how many there are
     frames: int
-    cameras: Mapping[str, Camera]
-    action: str
+    cameras: Mapping[str, Camera]  # the colour cameras by name
+    action: str  # name of the feature
     state: str
     action_dim: int
     state_dim: int
-    chunks_size: int
+    chunks_size: int  # how many episodes of v2.1 are in a folder
 
     @classmethod
     def read(cls, path: str | Path) -> "LeRobotFolder":
-        """Read ``meta/info.json``.
+        """Read ``meta/info.json``; ``FileNotFoundError`` if there is none.
 
-        Raises:
-            FileNotFoundError: there is none.
-            ValueError: another version, no actions, states or cameras, or a damaged file; says what to do.
+        ValueError: another version, no actions, states or cameras, or a damaged file; says what to do.
         """
         path = Path(path)
         if not is_lerobot(path):

@@ -23,7 +23,7 @@ from vla_common.texts import WIDTH, encode
 from vla_envs.simulator import SimulatorSpec
 from vla_policies import VLAPolicy
 
-_WRIST = re.compile(r"wrist|hand|gripper")
+_WRIST = re.compile(r"wrist|hand|gripper", re.IGNORECASE)
 _SHOWN = 5  # sentences in a message
 _OUTSIDE = 0.01  # share of the actions' numbers from which it is worth a line
 Tasks = Literal["environment", "all"]
@@ -53,6 +53,9 @@ class LeRobotDemonstrations:
     ) -> "LeRobotDemonstrations":
         """Read what a data set is and refuse what does not fit the environment; no image is read yet.
 
+        FileNotFoundError: there is no data set. ValueError: in one line, what does not fit and what to type.
+        ModuleNotFoundError: what reads it is not installed.
+
         Args:
             path: a local folder with ``meta/info.json``.
             spec: of the environment.
@@ -60,11 +63,6 @@ class LeRobotDemonstrations:
             camera: what ``images`` are; ``None`` for the only one that is not on a wrist, by its name.
             wrist_cameras: what ``wrist_images`` are, in order; ``None`` for those whose names say so.
             tasks: learn from frames whose instruction is one of the ``"environment"``, or from ``"all"``.
-
-        Raises:
-            FileNotFoundError: there is no data set.
-            ValueError: in one line, what does not fit and what to type.
-            ModuleNotFoundError: what reads it is not installed.
         """
         folder = LeRobotFolder.read(path)
         needs(folder.path, *PARQUET)
@@ -281,9 +279,7 @@ def _check_sizes(folder: LeRobotFolder, spec: SimulatorSpec) -> None:
 def _wrists(folder: LeRobotFolder, names: Sequence[str] | None) -> tuple[Camera, ...]:
     if names is not None:
         return tuple(_named(folder, name, "wrist_cameras") for name in names)
-    return tuple(
-        each for name, each in sorted(folder.cameras.items()) if _WRIST.search(name.rpartition(".")[2].lower())
-    )
+    return tuple(each for name, each in sorted(folder.cameras.items()) if _WRIST.search(name.rpartition(".")[2]))
 
 
 def _third_person(folder: LeRobotFolder, name: str | None, wrists: Sequence[Camera]) -> Camera:

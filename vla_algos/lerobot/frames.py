@@ -32,8 +32,7 @@ class FrameReader:
     def read(self, camera: Camera, frames: np.ndarray) -> np.ndarray:
         """Return images uint8 ``[K, H, W, 3]`` of frames, int64 ``[K]``, numbers of rows of the folder's table.
 
-        Raises:
-            ValueError: an image is missing, cannot be decoded, or has another size than the data set says.
+        ValueError: an image is missing, cannot be decoded, or has another size than the data set says.
         """
         images = np.empty((len(frames), camera.height, camera.width, 3), np.uint8)
         table = self.folder.table
@@ -43,9 +42,8 @@ class FrameReader:
             image = read(camera, int(frames[place]))
             if image.shape != images.shape[1:]:
                 has, said = f"{image.shape[0]} x {image.shape[1]}", f"{camera.height} x {camera.width}"
-                raise damaged(
-                    self.folder.path, f"an image of {camera.name} has {has} pixels, meta/info.json says {said}"
-                )
+                what = f"an image of {camera.name} has {has} pixels, meta/info.json says {said}"
+                raise damaged(self.folder.path, what)
             images[place] = image
         return images
 

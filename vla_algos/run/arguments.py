@@ -13,8 +13,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from vla_common.errors import also_called, unknown_name
-from vla_common.experiments import all_experiments, find_experiments
-from vla_common.search_path import search_packages
+from vla_common.experiments import all_experiments, find_experiments, search_packages
 
 _SETTING = re.compile(r"([A-Za-z_]\w*(?:\.[\w-]+)*)=(.*)", re.DOTALL)
 _FILE = re.compile(r"[\w,-]+")  # a name, or several of a sweep

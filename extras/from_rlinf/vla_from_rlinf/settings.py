@@ -13,8 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
-from vla_common.experiments import as_typed, find_experiments
-from vla_common.search_path import search_packages
+from vla_common.experiments import as_typed, find_experiments, search_packages
 from vla_envs import make_env, make_spec
 from vla_from_rlinf.keys import Keys
 from vla_policies.registry import get_policy_class
