@@ -1,9 +1,9 @@
 """One simulated world: the protocol that every benchmark implements, in numpy and without batching."""
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from pkgutil import resolve_name
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -236,7 +236,7 @@ class SimulatorSpec:
 
     def simulator_class(self) -> Any:
         """Import the benchmark: the class of its :class:`Simulator`."""
-        return _named(self.entry_point)
+        return resolve_name(self.entry_point)
 
     def describe(self, episode: Episode) -> str:
         """Name an episode in a message."""
@@ -246,7 +246,7 @@ class SimulatorSpec:
     def make(self) -> Simulator:
         """Import the benchmark and build one world."""
         simulator = self.simulator_class()(self)
-        return _named("vla_envs.stress:Stressed")(simulator) if self.stress else simulator
+        return resolve_name("vla_envs.stress:Stressed")(simulator) if self.stress else simulator
 
     def make_batched(
         self, num_envs: int, chunk_size: int, ignore_terminations: bool, gpus: Sequence[int] | None = None
@@ -256,7 +256,7 @@ class SimulatorSpec:
         ``gpus`` is the one GPU to simulate on, CUDA's current one if ``None``.
         """
         where = {} if gpus is None else {"device": f"cuda:{gpus[0]}"}
-        return _named(self.batched)(self, num_envs, chunk_size, ignore_terminations, **where)
+        return resolve_name(self.batched)(self, num_envs, chunk_size, ignore_terminations, **where)
 
     def check(self) -> None:
         """Raise early what :meth:`make` would raise: a simulator class may have a static method ``check(spec)``."""
@@ -276,8 +276,3 @@ class SimulatorSpec:
                 "env.gpus (null) and placement.env"
             )
         check(self, gpus)
-
-
-def _named(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)
