@@ -101,7 +101,7 @@ class SimulatorVectorEnv(VectorEnv):
             spec, num_envs, num_workers, chunk_size or 1, step_timeout=step_timeout, start_timeout=start_timeout
         )
         self._streams = [EpisodeStream(spec) for _ in range(num_envs)]
-        self._random: list[tuple[np.random.Generator, int] | None] = [None] * num_envs  # with what it began from
+        self._random = [seeding.np_random() for _ in range(num_envs)]  # with what it began from
         self._episodes: list[Episode | None] = [None] * num_envs  # None before the first reset
         self._elapsed = np.zeros(num_envs, np.int64)
         self._subtasks = np.zeros(num_envs, np.int64)  # of each environment's chain that are solved
@@ -111,12 +111,12 @@ class SimulatorVectorEnv(VectorEnv):
     @property  # type: ignore[misc]  # it is not set, as in SyncVectorEnv
     def np_random(self) -> Any:
         """The random numbers that episodes are drawn from, one generator per environment."""
-        return tuple(self._random_of(slot)[0] for slot in range(self.num_envs))
+        return tuple(random for random, _ in self._random)
 
     @property
     def np_random_seed(self) -> Any:
         """What the random numbers of each environment were started from."""
-        return tuple(self._random_of(slot)[1] for slot in range(self.num_envs))
+        return tuple(seed for _, seed in self._random)
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: Mapping[str, Any] | None = None
@@ -251,7 +251,7 @@ class SimulatorVectorEnv(VectorEnv):
             seed = seeds[slot] if seeds else None
             if seed is not None:
                 self._random[slot] = seeding.np_random(seed)
-            random = self._random_of(slot)[0]
+            random, _ = self._random[slot]
             starting[slot] = self._streams[slot].next(random, seed, options[slot] if options else {})
         self._pool.reset(starting)
         for slot, episode in starting.items():
@@ -265,12 +265,6 @@ class SimulatorVectorEnv(VectorEnv):
         episode = self._episodes[slot]
         assert episode is not None
         return make_info(self.simulator_spec, episode, success, subtasks, self._pool.remarks.get(slot, ""))
-
-    def _random_of(self, slot: int) -> tuple[np.random.Generator, int]:
-        random = self._random[slot]
-        if random is None:
-            random = self._random[slot] = seeding.np_random()
-        return random
 
     def _observations(self, of: int | slice = slice(None)) -> dict[str, Any]:
         """Copy the shared arrays, which the next step overwrites."""
