@@ -37,7 +37,6 @@ _ROBOT_POSE = sapien.Pose([0.147, 0.028, 0.870], [0, 0, 0, 1])  # turned by 180 
 _LIFTED_POSE = sapien.Pose([0.147, 0.028, 1.870], [0, 0, 0, 1])  # of the robot, while things settle
 _STAGE_POSE = sapien.Pose([2.0634, 2.8313, 0.0])
 _PARKED = {"object": 1.0, "plate": 2.0}  # x of what is not on the table, m; out of sight, behind the robot
-_PLATE_ROTATION = (1.0, 0.0, 0.0, 0.0)
 _XY_SLACK, _Z_SLACK, _MINIMUM_FORCE = 0.01, 0.05, 0.03  # m, m, N
 _GRASP_STEPS = 5  # that count as holding on
 _SETTLE, _SETTLE_MORE = 0.5, 6  # control steps; the latter for what still moves faster than the two limits
@@ -407,7 +406,7 @@ def _places_of(kind: str, configuration: Configuration) -> tuple[int, int | None
 def _rotation(kind: str, configuration: Configuration) -> tuple[float, float, float, float]:
     """Quaternion ``w, x, y, z``: objects are turned about the vertical, plates are not."""
     if kind == "plate":
-        return _PLATE_ROTATION
+        return 1.0, 0.0, 0.0, 0.0
     return float(np.cos(configuration.yaw / 2)), 0.0, 0.0, float(np.sin(configuration.yaw / 2))
 
 

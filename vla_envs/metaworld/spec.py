@@ -137,7 +137,7 @@ def make_spec(
     reward_type: Literal["sparse", "progress"] = "sparse",
     cache_gigabytes: Factor = 2.0,
 ) -> SimulatorSpec:
-    """Describe a Meta-World suite without importing Meta-World.
+    """Describe a Meta-World suite without importing it; ``ValueError`` for an unknown suite, task or option value.
 
     Args:
         suite: ``"MT50"``, ``"ML45-train"``, ``"ML45-test"``, a difficulty (``"easy"``, ``"medium"``, ``"hard"``,
@@ -159,9 +159,6 @@ def make_spec(
             Meta-World's own shaped reward, scaled to at most 1 in sum over an episode.
         cache_gigabytes: memory for built worlds that are kept for the next episode of their task, per worker. The 50
             tasks take 1.5 at ``"coarse"``, 2.8 at ``"minimal"`` and ``"fast"``.
-
-    Raises:
-        ValueError: an unknown suite, task or option value.
     """
     check_renderer()
     shape, names = image_shape(image_size), _tasks_of(suite)

@@ -59,7 +59,7 @@ def make_spec(
     path: str | None = None,
     assets_path: str | None = None,
 ) -> SimulatorSpec:
-    """Describe a part of RoboTwin without importing it.
+    """Describe a part of RoboTwin without importing it; ``ValueError`` for an unknown task or option value.
 
     A chunk of actions is one motion (:class:`~vla_envs.simulator.ChunkSimulator`): another chunk size is another
     environment. An action is where the joints shall go, ``[left 6, left gripper, right 6, right gripper]``.
@@ -87,9 +87,6 @@ def make_spec(
         path: a checkout of RoboTwin; ``None`` looks for it, see :data:`vla_envs.robotwin.package.CHECKOUT`.
         assets_path: the folder around its ``assets/``; ``None`` looks for it, see
             :func:`vla_envs.robotwin.package.find_assets`.
-
-    Raises:
-        ValueError: an unknown task or option value.
     """
     if wrist_camera_type != _CAMERA and not collect_wrist_camera:
         raise ValueError(
