@@ -293,20 +293,20 @@ class WorkerPool:
 
     def _begin(self, slots: Collection[int], tries: int, exchange: _Exchange | None = None) -> set[int]:
         """Start the episodes of some slots and repeat what they had executed; returns those that were given up."""
-
-        def displaced() -> list[int]:
-            return [slot for slot in slots if slot in self._displaced]
-
         failures: Counter[int] = Counter()
-        exchange = exchange or self._begin_send(displaced())
-        while exchange is not None:
-            for slot, error in self._finish(exchange).items():
+        while True:
+            for slot, error in self._finish(exchange).items() if exchange is not None else ():
                 failures[slot] += 1
                 if failures[slot] >= tries:
                     self._lose(slot, error)
-            exchange = self._begin_send(displaced())
-        for slot in displaced():
-            self._lose(slot)
+            waiting = [slot for slot in slots if slot in self._displaced]
+            if not waiting:
+                break
+            exchange = self._begin_send(waiting)
+            if exchange is None:
+                for slot in waiting:
+                    self._lose(slot)
+                break
         given_up = {slot for slot in slots if slot in self._lost}
         if len(given_up) < len(slots):  # the simulator works: others began, so that the states of these are bad
             for episode in (self.episodes[slot] for slot in given_up):
