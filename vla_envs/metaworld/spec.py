@@ -61,16 +61,11 @@ def _table() -> dict[str, Any]:
 def suites() -> dict[str, tuple[str, ...]]:
     """List the suites and the tasks of each, in the order that fixes ``task_id``."""
     tasks = _table()["tasks"]
-    names = [task["name"] for task in tasks]
-    found = {
-        "MT50": tuple(names),
-        "ML45-train": tuple(_table()["ML45"]["train"]),
-        "ML45-test": tuple(_table()["ML45"]["test"]),
-    }
+    names = tuple(task["name"] for task in tasks)
+    found = {"MT50": names, **{f"ML45-{part}": tuple(_table()["ML45"][part]) for part in ("train", "test")}}
     for difficulty in DIFFICULTIES:
         found[difficulty] = tuple(task["name"] for task in tasks if task["difficulty"] == difficulty)
-    found.update({name: (name,) for name in names})
-    return found
+    return found | {name: (name,) for name in names}
 
 
 def _check_camera(camera: Any, protocol: str) -> None:
