@@ -15,17 +15,11 @@ from vla_envs.workers.answers import check_observation, check_outcome
 
 @dataclass(frozen=True)
 class Visit:
-    """What a policy has done in an episode.
+    """What a policy has done in an episode."""
 
-    Attributes:
-        number: its place among others.
-        episode: its identity.
-        chunks: what was executed, float32 ``[C, A]`` each.
-    """
-
-    number: int
+    number: int  # its place among others
     episode: Episode
-    chunks: Sequence[np.ndarray] = field(default=(), repr=False)
+    chunks: Sequence[np.ndarray] = field(default=(), repr=False)  # that were executed, float32 [C, A] each
 
 
 def replay(simulator: Any, visit: Visit) -> tuple[int, dict[str, Any]]:
@@ -33,8 +27,7 @@ def replay(simulator: Any, visit: Visit) -> tuple[int, dict[str, Any]]:
 
     ``cameras``: of each, the wrists' last, ``L`` PNG files; ``pixels`` float64 ``[L, cameras, 4, 3]``: mean, mean
     square, least and largest value of each image by colour, 0 to 1; ``states`` float32 ``[L, S]``;
-    ``task_descriptions``, ``L`` texts; ``reward`` float32 and ``success`` bool ``[L]``. For a simulator that executes
-    one action at a time.
+    ``task_descriptions``, ``L`` texts; ``reward`` float32, ``success`` bool ``[L]``. For one action at a time.
     """
     spec, rows = simulator.spec, list[tuple[Any, ...]]()
     simulator.reset(visit.episode)

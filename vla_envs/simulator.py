@@ -139,8 +139,7 @@ class SimulatorSpec:
         state_dim: ``S``.
         action_low, action_high: bounds of a primitive action, ``A`` numbers each.
         max_episode_steps: horizon in primitive actions.
-        control_frequency: primitive actions per simulated second; ``None`` where chunks are executed as a whole
-            (:class:`ChunkSimulator`).
+        control_frequency: primitive actions per simulated second; ``None`` of a :class:`ChunkSimulator`.
         clips_actions: whether the simulator clips actions to the bounds (counted as ``actions_clipped``). False where
             they are the usual range of new policies, and what is outside is executed as it is.
         wrist_image_shape: ``(V, H, W)`` of ``wrist_images`` or ``None``.
@@ -156,8 +155,7 @@ class SimulatorSpec:
             alone unless they are asked for.
         neutral_action: the action that moves nothing, ``A`` numbers, or a function of ``states``, float32 ``[S]``, that
             worker processes can import; ``None`` where it is not known.
-        batched: ``"module:class"`` of what simulates all worlds together in this process, on CUDA; empty where worker
-            processes do.
+        batched: ``"module:class"`` of what simulates all worlds in this process, on CUDA; empty for worker processes.
         protocol: under which results are measured, in a line, where there are several; shown with every result.
         protocol_deviations: what differs from the benchmark's own protocol, or from the one named; shown likewise.
         options: what else the simulator reads of its ``spec`` (camera, render quality, ...).

@@ -38,8 +38,7 @@ class World:
     def reset(self, scene: str, robot: np.ndarray, objects: np.ndarray) -> None:
         """Load a scene by its letter and put all in place: ``robot_obs`` ``[15]`` and ``scene_obs`` ``[24]``, float64.
 
-        It is loaded again each time (44 ms): PyBullet remembers contacts of the last episode, which would change the
-        next.
+        It is loaded again (44 ms): PyBullet remembers contacts of the last episode, which would change the next.
         """
         client, calvin = self._client, self._calvin
         self._use()

@@ -182,8 +182,7 @@ class PutOnPlate(BaseEnv):
         """Whether each episode gets a scene of its own, with no more than it needs.
 
         PhysX numbers contacts in an order that depends on all that was simulated before, so that an object comes to
-        rest some micrometres elsewhere. On CUDA all worlds share one simulation, which cannot be built again for one of
-        them.
+        rest some micrometres elsewhere. On CUDA all worlds share one simulation, which is not built again for one.
         """
         return not self._sim_device.is_cuda()
 

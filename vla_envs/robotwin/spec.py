@@ -66,8 +66,7 @@ def make_spec(
 
     Args:
         suite: a task such as ``"place_empty_cup"``, several joined by ``+``, or ``"all"`` 46.
-        task_config: RoboTwin's file of that name: ``"demo_randomized"`` draws backgrounds, light, clutter and the
-            table's height.
+        task_config: RoboTwin's file; ``"demo_randomized"`` draws backgrounds, light, clutter and the table's height.
         embodiment: ``["aloha-agilex"]``, one robot with two arms, or ``["piper", "piper", 0.6]``, two and the metres
             between them.
         head_camera_type: camera of RoboTwin's ``_camera_config.yml``.
@@ -80,8 +79,7 @@ def make_spec(
         instruction_type: which of RoboTwin's sentences an episode has.
         seeds: ``"solved"``, those that RoboTwin's demonstrations have solved, of the 22 tasks that have such lists;
             ``"range"``: any, see :func:`vla_envs.robotwin.seeds.seeds_of`. Evaluations have seeds of their own.
-        shader: ``"default"`` rasterises; ``"rt"`` traces rays as RoboTwin's data were drawn, in 100 times the time on a
-            CPU.
+        shader: ``"default"`` rasterises; ``"rt"`` traces rays as for RoboTwin's data, 100 times slower on a CPU.
         render_quality: ``"fast"`` draws shadows of half the resolution, and none of the wall: less than half the time
             on a CPU; 0.2 % of the pixels differ by more than 8 levels.
         path: a checkout of RoboTwin; ``None`` looks for it, see :data:`vla_envs.robotwin.package.CHECKOUT`.

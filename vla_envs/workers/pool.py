@@ -128,8 +128,7 @@ class WorkerPool:
     def reset(self, episodes: Mapping[int, Episode]) -> None:
         """Start ``episodes`` in the given slots and render them. A failure is tried again in a new simulator.
 
-        An episode that fails ``MAX_FAILURES_IN_A_ROW`` times is given up: its observation is zero, and the next step
-        says that it is lost.
+        An episode that fails ``MAX_FAILURES_IN_A_ROW`` times is given up: it shows zeros, and the next step reports it.
         """
         self.restore({slot: (episode, ()) for slot, episode in episodes.items()})
 
