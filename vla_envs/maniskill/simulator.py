@@ -197,7 +197,7 @@ def episode_id_of(split: VariantSplit, trial_id: int, seed: int, only: Mapping[s
     """
     kept = {factor: only.get(factor, split.values[factor]) for factor in FACTORS}
     sizes = [len(values) for values in kept.values()]
-    places = np.unravel_index(shuffled(trial_id, math.prod(sizes), seed), sizes)
+    places = map(int, np.unravel_index(shuffled(trial_id, math.prod(sizes), seed), sizes))
     indices = (split.values[factor].index(kept[factor][place]) for factor, place in zip(FACTORS, places, strict=True))
     return split.episode_id(dict(zip(FACTORS, indices, strict=True)))
 
