@@ -68,6 +68,8 @@ def _variant(
 
 
 _TRIPLES = _same(range(2104))
+_OTHER_OBJECTS = {"train": range(15), "test": range(8), "all": range(24)}
+_OTHER_PLATES = {"train": range(16), "test": range(15), "all": range(16)}
 _THIRD = (0.95, 0.92, 1.0)
 VARIANTS = {
     variant.id: variant
@@ -92,11 +94,7 @@ VARIANTS = {
         _variant(
             "MultiCarrot-v1",
             "Semantic",
-            {
-                "object": _OBJECTS,
-                "extra": {"train": range(15), "test": range(8), "all": range(24)},
-                "position": _TRIPLES,
-            },
+            {"object": _OBJECTS, "extra": _OTHER_OBJECTS, "position": _TRIPLES},
             extra_factor="object",
             layout="far object",
             heights=_THIRD,
@@ -104,12 +102,7 @@ VARIANTS = {
         _variant(
             "MultiPlate-v1",
             "Semantic",
-            {
-                "plate": _PLATES,
-                "extra": {"train": range(16), "test": range(15), "all": range(16)},
-                "table": _same(range(21)),
-                "position": _TRIPLES,
-            },
+            {"plate": _PLATES, "extra": _OTHER_PLATES, "table": _same(range(21)), "position": _TRIPLES},
             extra_factor="plate",
             layout="far plate",
             heights=(1.0, 0.92, 0.96),
