@@ -73,7 +73,7 @@ def make_spec(
     renderer: Literal["auto", "tiny", "egl"] = "auto",
     path: str | None = None,
 ) -> SimulatorSpec:
-    """Describe a part of CALVIN without importing it; ``ValueError`` for what there is not, or the suite does not have.
+    """Describe a part of CALVIN without importing it; ``ValueError`` for an unknown suite, scene, task or option value.
 
     Args:
         suite: ``"lh-mtlc"``, scenes to draw chains from such as ``"D"`` and ``"ABC"``, a task such as

@@ -70,7 +70,7 @@ class World:
         client.stepSimulation()
 
     def begin(self, scene: str, condition: Condition, robot: np.ndarray, objects: np.ndarray) -> None:
-        """:meth:`reset`, with the hand around a block that is held, and let everything come to rest."""
+        """Reset as above, close the hand around a block that is held, and let everything come to rest."""
         self.reset(scene, robot, objects)
         places = [condition[f"{color}_block"] for color in BLOCKS]
         held = [number for number, place in enumerate(places) if place == "grasped"]
