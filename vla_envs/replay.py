@@ -27,7 +27,8 @@ def replay(simulator: Any, visit: Visit) -> tuple[int, dict[str, Any]]:
 
     ``cameras``: of each, the wrists' last, ``L`` PNG files; ``pixels`` float64 ``[L, cameras, 4, 3]``: mean, mean
     square, least and largest value of each image by colour, 0 to 1; ``states`` float32 ``[L, S]``;
-    ``task_descriptions``, ``L`` texts; ``reward`` float32, ``success`` bool ``[L]``. For one action at a time.
+    ``task_descriptions``, ``L`` texts; ``reward`` float32 and ``success`` bool ``[L]``. For a simulator that executes
+    one action at a time.
     """
     spec, rows = simulator.spec, list[tuple[Any, ...]]()
     simulator.reset(visit.episode)

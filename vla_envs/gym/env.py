@@ -300,7 +300,7 @@ def make_action_space(spec: SimulatorSpec, chunk_size: int | None = None) -> spa
 class InstructionSpace(spaces.Text):
     """Text that ``AsyncVectorEnv`` keeps up to date.
 
-    Gymnasium 1.4 decodes a ``Text`` in shared memory once, when it is made. This one is decoded when it is looked at.
+    Gymnasium 1.4 decodes a ``Text`` in shared memory once, at the start; this one is decoded when it is looked at.
     """
 
 

@@ -198,8 +198,8 @@ def episode_id_of(split: VariantSplit, trial_id: int, seed: int, only: Mapping[s
     kept = {factor: only.get(factor, split.values[factor]) for factor in FACTORS}
     sizes = [len(values) for values in kept.values()]
     places = map(int, np.unravel_index(shuffled(trial_id, math.prod(sizes), seed), sizes))
-    indices = (split.values[factor].index(kept[factor][place]) for factor, place in zip(FACTORS, places, strict=True))
-    return split.episode_id(dict(zip(FACTORS, indices, strict=True)))
+    chosen = {factor: kept[factor][place] for factor, place in zip(FACTORS, places, strict=True)}
+    return split.episode_id({factor: split.values[factor].index(value) for factor, value in chosen.items()})
 
 
 def shuffled(place: int, size: int, seed: int) -> int:
