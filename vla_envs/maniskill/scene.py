@@ -122,16 +122,13 @@ class PutOnPlate(BaseEnv):
         if self._rebuilds:
             self._choose([0], options)
             now = self.configurations[0]
-            loaded = {
-                kind: {number for number in _places_of(kind, now) if number is not None} for kind in ("object", "plate")
-            }
+            objects = {number for number in (now.object, now.other_object) if number is not None}
+            plates = {number for number in (now.plate, now.other_plate) if number is not None}
         else:
-            loaded = {
-                "object": {number for split in self.splits for number in split.values["object"]},
-                "plate": {number for split in self.splits for number in split.plates},
-            }
-        self._objects = self._load_models("object", loaded["object"])
-        self._plates = self._load_models("plate", loaded["plate"])
+            objects = {number for split in self.splits for number in split.values["object"]}
+            plates = {number for split in self.splits for number in split.plates}
+        self._objects = self._load_models("object", objects)
+        self._plates = self._load_models("plate", plates)
 
     def _load_models(self, kind: str, numbers: set[int]) -> dict[int, Actor]:
         material = PhysxMaterial(static_friction=1.0, dynamic_friction=1.0, restitution=0.0)
@@ -263,9 +260,11 @@ class PutOnPlate(BaseEnv):
     def _poses(self, kind: str, number: int, chosen: list[Configuration]) -> Pose:
         rows = []
         for configuration in chosen:
-            first, third = _places_of(kind, configuration)
+            first, third, usual = configuration.object, configuration.other_object, 0
+            if kind == "plate":
+                first, third, usual = configuration.plate, configuration.other_plate, 1
             if number in (first, third):
-                place = 2 if number != first else 0 if kind == "object" else 1
+                place = usual if number == first else 2
                 rows.append((*configuration.places[place], *_rotation(kind, configuration)))
             else:
                 rows.append((*_parking(kind, number), 0, 0, 0, 1))
@@ -394,12 +393,6 @@ def _robot(folder: Path) -> type[WidowX250SBridgeDatasetFlatTable]:
 
 def _parking(kind: str, number: int) -> tuple[float, float, float]:
     return _PARKED[kind], 0.3 * number, 1.0
-
-
-def _places_of(kind: str, configuration: Configuration) -> tuple[int, int | None]:
-    if kind == "object":
-        return configuration.object, configuration.other_object
-    return configuration.plate, configuration.other_plate
 
 
 def _rotation(kind: str, configuration: Configuration) -> tuple[float, float, float, float]:
