@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import Any
 from unittest import mock
 
@@ -78,16 +79,13 @@ def _run_episodes(spec: SimulatorSpec, chunk: int, say: Callable[[str], object])
     """Run two episodes in two processes: the slots 0 and 2 are in one of them, 1 and 3 in the other."""
     episode = Episode(0, 0)
     other = Episode(len(spec.tasks) - 1, 0 if spec.initial_states == 1 else 1)
-    pool = WorkerPool(spec, 4, 2, chunk, ignore_terminations=True, step_timeout=300.0)
-    try:
+    with closing(WorkerPool(spec, 4, 2, chunk, ignore_terminations=True, step_timeout=300.0)) as pool:
         first = _play(pool, {0: episode, 1: episode})
         lengths = [_length(first[0])]
         say(f"{spec.describe(episode)}: {lengths[0]} actions, answers as described")
         _play(pool, {0: other}, decisions=1)
         again = _play(pool, {0: episode, 1: other, 3: episode})
         lengths.append(_length(again[1]))
-    finally:
-        pool.close()
     pairs = zip(_CAUSES, ((first[0], first[1]), (first[0], again[0]), (first[1], again[3])), strict=True)
     found = [(difference, where, _CAUSES[where]) for where, runs in pairs if (difference := _difference(*runs))]
     for where in sorted(_CAUSES.keys() - {where for _, where, _ in found}):
@@ -149,12 +147,9 @@ def _unequal(name: str, one: Any, other: Any) -> str:
 
 
 def _check_torchrl(spec: SimulatorSpec, chunk: int) -> None:
-    env = make_env(spec, 1, chunk, seed=0)
-    try:
-        with mock.patch.object(torchrl_logger, "disabled", True):  # it tells of success
-            check_env_specs(env)
-    finally:
-        env.close()
+    quiet = mock.patch.object(torchrl_logger, "disabled", True)  # it tells of success
+    with closing(make_env(spec, 1, chunk, seed=0)) as env, quiet:
+        check_env_specs(env)
 
 
 def _check_gymnasium(spec: SimulatorSpec, chunk: int) -> None:

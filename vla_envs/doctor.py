@@ -22,7 +22,6 @@ from vla_envs.probe import ASSETS, RENDERING, SIMULATOR, Finding, import_path, r
 from vla_envs.registry import Benchmark, describe_error, get_benchmark
 from vla_envs.rendering import vulkan
 from vla_envs.rendering.egl import egl_devices
-from vla_envs.rendering.gpus import describe_turns
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -248,7 +247,8 @@ def check_vulkan(extra: str) -> Finding:
 def _turns() -> str:
     import torch
 
-    return describe_turns(torch.cuda.device_count())
+    shown = torch.cuda.device_count()
+    return "" if shown < 2 else f"; workers take turns on GPUs 0 to {shown - 1} (env.gpus chooses)"
 
 
 def check_asset_folder(

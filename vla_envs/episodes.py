@@ -119,12 +119,6 @@ class EpisodeSampler:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken; ``ValueError`` if that is another stream of episodes."""
-        self._check(state)
-        self._drawn = state["drawn"]
-        if self.mode == "learnable":
-            self._solved, self._tried = list(state["solved"]), list(state["tried"])
-
-    def _check(self, state: dict[str, Any]) -> None:
         if "drawn" not in state:
             raise ValueError("the saved episodes are of an EpisodeQueue, this is an EpisodeSampler; set_episodes first")
         for name, value in self._identity().items():
@@ -133,6 +127,9 @@ class EpisodeSampler:
                     f"the saved episode sampler had {name}={saved!r}, this one has {value!r}; "
                     "resume with the settings of the saved run, or start a new run"
                 )
+        self._drawn = state["drawn"]
+        if self.mode == "learnable":
+            self._solved, self._tried = list(state["solved"]), list(state["tried"])
 
     def _identity(self) -> dict[str, Any]:
         return {"id": self.spec.id, "seed": self.seed, **{name: getattr(self, name) for name in _SETTINGS}}

@@ -64,8 +64,7 @@ def make_env(
             first reset may compile shaders or build assets.
         gpus: that workers draw with in turn, as CUDA numbers them in this process; all if ``None``. Where the benchmark
             simulates all worlds together: the one to simulate on.
-        **options: of the benchmark, for example ``image_size``; ``vla_envs.options("metaworld")`` lists them. None with
-            a ``SimulatorSpec``, which has them.
+        **options: of the benchmark, as ``vla_envs.options("metaworld")`` lists them; a ``SimulatorSpec`` has its own.
 
     Raises:
         ValueError: an unknown name or option, or an impossible number; the message says what would be right.

@@ -122,10 +122,8 @@ def list_envs() -> list[str]:
 def make_spec(id: str, *, stress: Mapping[Kind, Fraction] | None = None, **options: Any) -> SimulatorSpec:
     """Describe an environment, such as ``"metaworld/MT50"`` of :func:`list_envs`, without starting its simulator.
 
-    ``stress`` is an option of every benchmark, see :func:`~vla_envs.stress.stressed`.
-
-    Raises:
-        ValueError: an unknown benchmark, suite, task or option, with the nearest names; or a value that cannot be.
+    ``stress`` is an option of every benchmark, see :func:`~vla_envs.stress.stressed`. ``ValueError`` for an unknown
+    benchmark, suite, task or option, with the nearest names; or a value that cannot be.
     """
     benchmark, suite = find_benchmark(id)
     check_options(benchmark, options)
@@ -150,10 +148,7 @@ class Option(NamedTuple):
 def options(benchmark: str) -> dict[str, Option]:
     """List by name the options of a benchmark, or of an id, that :func:`vla_envs.make_env` and Gymnasium take.
 
-    The descriptions are those of the ``Args:`` of its ``make_spec``.
-
-    Raises:
-        ValueError: an unknown benchmark, with the nearest names.
+    The descriptions are those of the ``Args:`` of its ``make_spec``. ``ValueError`` for an unknown benchmark.
 
     Example:
         >>> options("metaworld")["hide_goals"].default

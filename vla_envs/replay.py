@@ -15,17 +15,11 @@ from vla_envs.workers.answers import check_observation, check_outcome
 
 @dataclass(frozen=True)
 class Visit:
-    """What a policy has done in an episode.
+    """What a policy has done in an episode."""
 
-    Attributes:
-        number: its place among others.
-        episode: its identity.
-        chunks: what was executed, float32 ``[C, A]`` each.
-    """
-
-    number: int
+    number: int  # its place among others
     episode: Episode
-    chunks: Sequence[np.ndarray] = field(default=(), repr=False)
+    chunks: Sequence[np.ndarray] = field(default=(), repr=False)  # that were executed, float32 [C, A] each
 
 
 def replay(simulator: Any, visit: Visit) -> tuple[int, dict[str, Any]]:
@@ -45,14 +39,14 @@ def replay(simulator: Any, visit: Visit) -> tuple[int, dict[str, Any]]:
         files, pixels = [_png(frame) for frame in frames], np.stack([_pixels(frame) for frame in frames])
         outcome = check_outcome(spec, simulator.step(action), "step returned")
         rows.append((files, pixels, states, seen.task_description, outcome.reward, outcome.success))
-    columns = [list(column) for column in zip(*rows, strict=True)]
+    seen_files, seen_pixels, seen_states, texts, rewards, successes = zip(*rows, strict=True)
     return visit.number, {
-        "cameras": [*zip(*columns[0], strict=True)],
-        "pixels": np.stack(columns[1]),
-        keys.STATES: np.stack(columns[2]),
-        keys.TASK_DESCRIPTIONS: columns[3],
-        keys.REWARD: np.array(columns[4], np.float32),
-        keys.SUCCESS: np.array(columns[5]),
+        "cameras": [*zip(*seen_files, strict=True)],
+        "pixels": np.stack(seen_pixels),
+        keys.STATES: np.stack(seen_states),
+        keys.TASK_DESCRIPTIONS: list(texts),
+        keys.REWARD: np.array(rewards, np.float32),
+        keys.SUCCESS: np.array(successes),
     }
 
 

@@ -1,9 +1,9 @@
 """One simulated world: the protocol that every benchmark implements, in numpy and without batching."""
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Integral
+from pkgutil import resolve_name
 from typing import Any, Literal, Protocol, get_args
 
 import numpy as np
@@ -139,8 +139,7 @@ class SimulatorSpec:
         state_dim: ``S``.
         action_low, action_high: bounds of a primitive action, ``A`` numbers each.
         max_episode_steps: horizon in primitive actions.
-        control_frequency: primitive actions per simulated second; ``None`` where chunks are executed as a whole
-            (:class:`ChunkSimulator`).
+        control_frequency: primitive actions per simulated second; ``None`` of a :class:`ChunkSimulator`.
         clips_actions: whether the simulator clips actions to the bounds (counted as ``actions_clipped``). False where
             they are the usual range of new policies, and what is outside is executed as it is.
         wrist_image_shape: ``(V, H, W)`` of ``wrist_images`` or ``None``.
@@ -156,8 +155,7 @@ class SimulatorSpec:
             alone unless they are asked for.
         neutral_action: the action that moves nothing, ``A`` numbers, or a function of ``states``, float32 ``[S]``, that
             worker processes can import; ``None`` where it is not known.
-        batched: ``"module:class"`` of what simulates all worlds together in this process, on CUDA; empty where worker
-            processes do.
+        batched: ``"module:class"`` of what simulates all worlds in this process, on CUDA; empty for worker processes.
         protocol: under which results are measured, in a line, where there are several; shown with every result.
         protocol_deviations: what differs from the benchmark's own protocol, or from the one named; shown likewise.
         options: what else the simulator reads of its ``spec`` (camera, render quality, ...).
@@ -236,7 +234,7 @@ class SimulatorSpec:
 
     def simulator_class(self) -> Any:
         """Import the benchmark: the class of its :class:`Simulator`."""
-        return _named(self.entry_point)
+        return resolve_name(self.entry_point)
 
     def describe(self, episode: Episode) -> str:
         """Name an episode in a message."""
@@ -246,7 +244,7 @@ class SimulatorSpec:
     def make(self) -> Simulator:
         """Import the benchmark and build one world."""
         simulator = self.simulator_class()(self)
-        return _named("vla_envs.stress:Stressed")(simulator) if self.stress else simulator
+        return resolve_name("vla_envs.stress:Stressed")(simulator) if self.stress else simulator
 
     def make_batched(
         self, num_envs: int, chunk_size: int, ignore_terminations: bool, gpus: Sequence[int] | None = None
@@ -256,7 +254,7 @@ class SimulatorSpec:
         ``gpus`` is the one GPU to simulate on, CUDA's current one if ``None``.
         """
         where = {} if gpus is None else {"device": f"cuda:{gpus[0]}"}
-        return _named(self.batched)(self, num_envs, chunk_size, ignore_terminations, **where)
+        return resolve_name(self.batched)(self, num_envs, chunk_size, ignore_terminations, **where)
 
     def check(self) -> None:
         """Raise early what :meth:`make` would raise: a simulator class may have a static method ``check(spec)``."""
@@ -276,8 +274,3 @@ class SimulatorSpec:
                 "env.gpus (null) and placement.env"
             )
         check(self, gpus)
-
-
-def _named(path: str) -> Any:
-    module, _, name = path.partition(":")
-    return getattr(importlib.import_module(module), name)

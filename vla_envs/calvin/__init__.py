@@ -14,13 +14,10 @@ _IMPORT = "from vla_envs.calvin import package; package.import_all()"
 
 def check() -> list[Finding]:
     """Find what this machine has and lacks."""
-    *packages, imported = check_extra("calvin", "pybullet", _IMPORT)
-    return [
-        *packages,
-        imported,
-        *([_check_renderers()] if imported.status == "ok" else []),
-        check_asset_folder("CALVIN", package.CHECKOUT.find, package.CHECKOUT.describe),
-    ]
+    found = check_extra("calvin", "pybullet", _IMPORT)
+    if found[-1].status == "ok":  # what is imported can draw
+        found.append(_check_renderers())
+    return [*found, check_asset_folder("CALVIN", package.CHECKOUT.find, package.CHECKOUT.describe)]
 
 
 def _check_renderers() -> Finding:

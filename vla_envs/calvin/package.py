@@ -10,10 +10,10 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from vla_envs.folders import Checkout, check_installed
@@ -74,26 +74,9 @@ def import_pybullet() -> Any:
         return importlib.import_module("pybullet")
 
 
-@dataclass(frozen=True)
-class Calvin:
-    """The modules of calvin_env that are used."""
-
-    robot: Any
-    mixed_ik: Any
-    scene: Any
-    static_camera: Any
-    gripper_camera: Any
-    tasks: Any
-
-    def use(self, client: Any) -> None:
-        """Let what is called next work in the world of a client of PyBullet, which calvin_env does not always name."""
-        for module in (self.robot, self.mixed_ik, self.static_camera, self.gripper_camera):  # that call it p
-            module.p = client
-
-
 @cache
-def import_calvin(folder: Path) -> Calvin:
-    """Import the parts of calvin_env that are used from the folder of a checkout."""
+def import_calvin(folder: Path) -> SimpleNamespace:
+    """Import the modules of calvin_env that are used from the folder of a checkout."""
     import_pybullet()
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # GitPython is imported, git is not needed
     sys.path.insert(0, str(folder))  # first: the current folder may have one of that name
@@ -102,13 +85,13 @@ def import_calvin(folder: Path) -> Calvin:
         package = importlib.import_module("calvin_env")
         names = ["robot.robot", "robot.mixed_ik", "scene.play_table_scene"]
         names += ["camera.static_camera", "camera.gripper_camera", "envs.tasks"]
-        modules = [importlib.import_module(f"calvin_env.{name}") for name in names]
+        modules = {name.partition(".")[2]: importlib.import_module(f"calvin_env.{name}") for name in names}
     finally:
         sys.path.remove(str(folder))
     found = Path(next(iter(package.__path__))).resolve().parent
     if found != folder:
         raise ImportError(f"calvin_env was imported from {found} already, not from {folder}; start a new process")
-    return Calvin(*modules)
+    return SimpleNamespace(**modules)
 
 
 def import_all() -> None:

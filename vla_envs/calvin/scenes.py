@@ -27,11 +27,6 @@ FIXES = {  # what is fixed, for protocol_deviations
 }
 
 
-def describe_fixes(scenes: str) -> tuple[str, ...]:
-    """Say what is fixed in some scenes."""
-    return tuple(f"scene {scene} mended: {FIXES[scene]}" for scene in scenes if scene in FIXES)
-
-
 def read_scene(folder: Path, scene: str, fixes: bool) -> Any:
     """Read the keyword arguments of ``PlayTableScene``; ``fixes``: with the blocks in the conditions' order."""
     from omegaconf import OmegaConf

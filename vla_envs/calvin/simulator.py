@@ -10,9 +10,8 @@ import numpy as np
 from vla_envs.calvin.chains import draw_chain, published_chains
 from vla_envs.calvin.expert import Expert
 from vla_envs.calvin.package import CHECKOUT, check_packages
-from vla_envs.calvin.single import begin, start_of
 from vla_envs.calvin.spec import EVALUATION, SUBTASK_STEPS, spoken
-from vla_envs.calvin.states import published_state
+from vla_envs.calvin.states import published_state, start_of
 from vla_envs.calvin.world import World, try_renderer
 from vla_envs.rendering import egl
 from vla_envs.rendering.gpus import show
@@ -63,7 +62,7 @@ class CalvinSimulator:
             seed = (episode.seed, zlib.crc32(task.name.encode()), episode.trial_id)
             letter = options["scenes"][np.random.default_rng([*seed, 1]).integers(len(options["scenes"]))]
             self.chain = (task.name,)
-            begin(self.world, letter, *start_of(task.name, letter, fixes, *seed))
+            self.world.begin(letter, *start_of(task.name, letter, fixes, *seed))
         else:
             letter = options["scenes"][episode.task_id]
             condition, self.chain = self._chain_of(episode, letter)

@@ -25,7 +25,7 @@ from vla_common.settings import Count, Pixels, checked
 from vla_envs.calvin.chains import LENGTH, PUBLISHED, published_chains, tasks
 from vla_envs.calvin.expert import expert_tasks
 from vla_envs.calvin.package import CHECKOUT
-from vla_envs.calvin.scenes import SCENES, describe_fixes
+from vla_envs.calvin.scenes import FIXES, SCENES
 from vla_envs.protocol import HORIZON, PIXELS, check_once, list_deviations
 from vla_envs.simulator import SimulatorSpec, Task
 
@@ -73,7 +73,7 @@ def make_spec(
     renderer: Literal["auto", "tiny", "egl"] = "auto",
     path: str | None = None,
 ) -> SimulatorSpec:
-    """Describe a part of CALVIN without importing it.
+    """Describe a part of CALVIN without importing it; ``ValueError`` for an unknown suite, scene, task or option value.
 
     Args:
         suite: ``"lh-mtlc"``, scenes to draw chains from such as ``"D"`` and ``"ABC"``, a task such as
@@ -93,9 +93,6 @@ def make_spec(
         renderer: PyBullet's own on the CPU (``"tiny"``) or on a GPU (``"egl"``), which ``"auto"`` takes where there is
             one. The pixels differ.
         path: a checkout of calvin_env; ``None`` looks for it, see :data:`vla_envs.calvin.package.CHECKOUT`.
-
-    Raises:
-        ValueError: an unknown suite, scene or task, or an option that the suite does not have.
     """
     kind, scenes, names = _parts(suite, scene)
     number = _published(kind, suite, chains, chains_file)
@@ -119,6 +116,7 @@ def make_spec(
         (kind == EVALUATION, False, _CONTACTS),
         (drawer, "egl", "drawn by PyBullet's TinyRenderer, not by EGL as the published data are"),
     )
+    mended = [f"scene {letter} mended: {FIXES[letter]}" for letter in scenes if scene_fixes and letter in FIXES]
     return SimulatorSpec(
         id=f"calvin/{suite}",
         entry_point=f"vla_envs.calvin.simulator:{'Expert' if demonstrated else 'Calvin'}Simulator",
@@ -139,7 +137,7 @@ def make_spec(
         max_episode_steps=steps,
         control_frequency=CONTROL_FREQUENCY,
         protocol=_PROTOCOLS[kind].format(steps=steps, chains="the published" if number else "drawn"),
-        protocol_deviations=(*deviations, *CHECKOUT.describe(path), *(describe_fixes(scenes) if scene_fixes else ())),
+        protocol_deviations=(*deviations, *CHECKOUT.describe(path), *mended),
         options={
             "kind": kind,
             "scenes": scenes,

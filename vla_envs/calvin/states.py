@@ -1,16 +1,18 @@
-"""Initial states: where robot, blocks, drawer, slider, switch and lights are in a condition.
+"""Initial states: where robot, blocks, drawer, slider, switch and lights are in a condition, of chains and of tasks.
 
 Numbers and order of the draws are those of calvin_agent (``get_env_state_for_initial_condition``), of which each
 condition has one state. They are those of scene D; :mod:`~vla_envs.calvin.scenes` says where other scenes' places are.
+The benchmark has no tasks one by one: for these there are conditions, too, in which a block is held or stacked.
 """
 
 import math
+from functools import cache
 from typing import Any
 
 import numpy as np
 
-from vla_envs.calvin.chains import Condition
-from vla_envs.calvin.scenes import BLOCKS, CABINET_SHIFT, TABLE_SHIFT
+from vla_envs.calvin.chains import Condition, conditions, outcomes
+from vla_envs.calvin.scenes import BLOCKS, CABINET_SHIFT, DRAWER_PLACE, TABLE_SHIFT
 
 _ROBOT = (  # hand x, y, z (m), its Euler angles (rad), opening (m), seven joints (rad), last command of the gripper
     *(0.02586889, -0.2313129, 0.5712808, 3.09045411, -0.02908596, 1.50013585, 0.07999963),
@@ -25,6 +27,7 @@ _ROTATIONS = (math.pi / 2 - math.pi / 8, math.pi / 2 + math.pi / 8)  # of a bloc
 # Entries of scene_obs; blocks have 6 numbers each.
 SLIDER, DRAWER, BUTTON, SWITCH, LIGHTBULB, LED, FIRST_BLOCK = range(7)
 _SLIDER_LEFT, _DRAWER_OPEN, _SWITCH_ON = 0.28, 0.22, 0.088  # m, m, m
+_HEIGHT = 0.04  # of every block, m
 
 
 def published_state(condition: Condition, scene: str) -> tuple[np.ndarray, np.ndarray]:
@@ -33,12 +36,6 @@ def published_state(condition: Condition, scene: str) -> tuple[np.ndarray, np.nd
     The order of the condition's entries counts. ``scene`` is whose places they are; upstream's are D's everywhere.
     """
     return _state(condition, scene, np.random.RandomState(fnv(str(condition.values()))))
-
-
-def drawn_state(condition: Condition, scene: str, *seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return a state of a condition in which the blocks' rotations, and their order on the table, are drawn."""
-    seeds = np.random.SeedSequence(seed).generate_state(4)
-    return _state(condition, scene, np.random.RandomState(seeds))
 
 
 def fnv(text: str) -> int:
@@ -70,3 +67,46 @@ def _state(condition: Condition, letter: str, random: Any) -> tuple[np.ndarray, 
             block[:3] = table[0 if color == "red" else 1]
         block[5] = random.uniform(*_ROTATIONS)
     return np.array(_ROBOT), scene
+
+
+@cache
+def starts(task: str) -> tuple[Condition, ...]:
+    """List the conditions in which a task is possible, in one way: some of the 192, or else special ones."""
+    changed = ({**condition, **change} for condition in conditions() for change in _special(condition))
+    for candidates in (conditions(), changed):
+        if found := tuple(condition for condition in candidates if len(outcomes(condition, task)) == 1):
+            return found
+    raise AssertionError(task)
+
+
+def _special(condition: Condition) -> list[dict[str, object]]:
+    changes: list[dict[str, object]] = []
+    for color in BLOCKS:
+        block = f"{color}_block"
+        changes.append({block: "grasped", "grasped": 1})
+        changes.append({block: "drawer", "drawer": "open"})
+        changes += [
+            {block: "stacked_top", f"{other}_block": "stacked_bottom"}
+            for other in BLOCKS
+            if other != color and condition[f"{other}_block"] == "table"
+        ]
+    return changes
+
+
+def start_of(task: str, letter: str, fixes: bool, *seed: int) -> tuple[Condition, np.ndarray, np.ndarray]:
+    """Draw a condition in which a task is possible, and robot and scene as ``World.reset`` takes them."""
+    possible = starts(task)
+    condition = possible[np.random.default_rng(seed).integers(len(possible))]
+    seeds = np.random.SeedSequence(seed).generate_state(4)
+    robot, scene = _state(condition, letter if fixes else "D", np.random.RandomState(seeds))
+    blocks = {color: scene[FIRST_BLOCK + 6 * number :][:6] for number, color in enumerate(BLOCKS)}
+    for color, block in blocks.items():
+        where = condition[f"{color}_block"]
+        if where == "drawer":
+            block[:] = [*DRAWER_PLACE[letter], 0, 0, robot[5]]
+        elif where == "grasped":
+            block[:] = [*robot[:3], 0, 0, robot[5]]
+        elif where == "stacked_top":
+            below = next(other for other in BLOCKS if condition[f"{other}_block"] == "stacked_bottom")
+            block[:] = blocks[below] + [0, 0, _HEIGHT + 0.001, 0, 0, 0]
+    return condition, robot, scene

@@ -7,14 +7,17 @@ from typing import Any
 
 import numpy as np
 
+from vla_envs.calvin.chains import Condition
 from vla_envs.calvin.package import import_calvin, import_pybullet, silence
-from vla_envs.calvin.scenes import read_arguments, read_robot, read_scene
+from vla_envs.calvin.scenes import BLOCKS, read_arguments, read_robot, read_scene
 from vla_envs.calvin.states import FIRST_BLOCK
 from vla_envs.probe import run_probe
 from vla_envs.stress import camera_motion
 
 PHYSICS_RATE = 240  # Hz
 PHYSICS_STEPS = 8  # per action
+_GRASP_STEPS, _SETTLE_STEPS = 12, 10  # actions
+_STAY_OPEN, _STAY_CLOSED = (np.array([0, 0, 0, 0, 0, 0, grip]) for grip in (1.0, -1.0))
 
 
 class World:
@@ -35,11 +38,10 @@ class World:
     def reset(self, scene: str, robot: np.ndarray, objects: np.ndarray) -> None:
         """Load a scene by its letter and put all in place: ``robot_obs`` ``[15]`` and ``scene_obs`` ``[24]``, float64.
 
-        It is loaded again each time (44 ms): PyBullet remembers contacts of the last episode, which would change the
-        next.
+        It is loaded again (44 ms): PyBullet remembers contacts of the last episode, which would change the next.
         """
         client, calvin = self._client, self._calvin
-        calvin.use(client)
+        self._use()
         client.resetSimulation()
         client.setTimeStep(1 / PHYSICS_RATE)
         client.setGravity(0, 0, -9.8)
@@ -49,7 +51,8 @@ class World:
         settings, robot_settings = self._settings[scene]
         parts: dict[str, Any] = {"cid": client._client}
         # Its generator is for places that are not given; all are given below.
-        self.scene = calvin.scene.PlayTableScene(p=client, np_random=np.random.RandomState(0), **parts, **settings)
+        playing, random = calvin.play_table_scene, np.random.RandomState(0)
+        self.scene = playing.PlayTableScene(p=client, np_random=random, **parts, **settings)
         self.robot = calvin.robot.Robot(**parts, **copy.deepcopy(robot_settings))
         with silence():
             self.robot.load()
@@ -66,18 +69,28 @@ class World:
         self.robot.reset(robot)
         client.stepSimulation()
 
-    def grasp(self, block: int, pose: np.ndarray, steps: int) -> None:
-        """Close the gripper around a block, kept at a pose (m and rad, float64 ``[6]``), for so many actions."""
-        self._calvin.use(self._client)
-        for _ in range(steps):
-            self.robot.apply_action(np.array([0, 0, 0, 0, 0, 0, -1.0]))
+    def begin(self, scene: str, condition: Condition, robot: np.ndarray, objects: np.ndarray) -> None:
+        """Reset as above, close the hand around a block that is held, and let everything come to rest."""
+        self.reset(scene, robot, objects)
+        places = [condition[f"{color}_block"] for color in BLOCKS]
+        held = [number for number, place in enumerate(places) if place == "grasped"]
+        for number in held:
+            self._grasp(number, objects[FIRST_BLOCK + 6 * number :][:6])
+        if {"grasped", "drawer", "stacked_top"} & {*places}:
+            for _ in range(_SETTLE_STEPS):
+                self.step(_STAY_CLOSED if held else _STAY_OPEN)
+
+    def _grasp(self, block: int, pose: np.ndarray) -> None:
+        """Close the gripper around a block that is kept at a pose, m and rad, float64 ``[6]``."""
+        for _ in range(_GRASP_STEPS):
+            self.robot.apply_action(_STAY_CLOSED)
             for _ in range(PHYSICS_STEPS):
                 self.scene.movable_objects[block].reset(pose)
                 self._client.stepSimulation()
 
     def step(self, action: np.ndarray) -> None:
         """Move by an action, float64 ``[7]``: shares of 2 cm and 0.05 rad onto the target pose, gripper 1 or -1."""
-        self._calvin.use(self._client)
+        self._use()
         self.robot.apply_action(action)
         for _ in range(PHYSICS_STEPS):
             self._client.stepSimulation()
@@ -85,7 +98,7 @@ class World:
 
     def info(self) -> dict[str, Any]:
         """Return what the task oracle compares."""
-        self._calvin.use(self._client)
+        self._use()
         return {"robot_info": self.robot.get_observation()[1], "scene_info": self.scene.get_info()}
 
     def solved(self, task: str, before: dict[str, Any]) -> bool:
@@ -94,7 +107,7 @@ class World:
 
     def states(self) -> tuple[np.ndarray, np.ndarray]:
         """Return ``robot_obs``, float64 ``[15]``, and ``scene_obs``, float64 ``[24]``."""
-        self._calvin.use(self._client)
+        self._use()
         return self.robot.get_observation()[0], self.scene.get_obs()
 
     def hand(self) -> tuple[np.ndarray, np.ndarray]:
@@ -116,7 +129,7 @@ class World:
 
     def render(self, size: int, *, wrist: bool) -> tuple[np.ndarray, np.ndarray | None]:
         """Draw what the static camera sees, uint8 ``[size, size, 3]``, and if asked the hand's, ``[84, 84, 3]``."""
-        self._calvin.use(self._client)
+        self._use()
         static, gripper = self._cameras
         static.width = static.height = size
         images = [np.asarray(camera.render()[0], np.uint8) for camera in ([static, gripper] if wrist else [static])]
@@ -128,6 +141,12 @@ class World:
         distance = float(np.linalg.norm(np.subtract(camera.look_from, camera.look_at)))
         motion = camera_motion(draw, distance, np.radians(camera.fov))
         camera.viewMatrix = (np.linalg.inv(motion) @ np.reshape(camera.viewMatrix, (4, 4)).T).T.ravel().tolist()
+
+    def _use(self) -> None:
+        """Let what is called next work in this world: calvin_env does not always name the client of PyBullet."""
+        calvin = self._calvin
+        for module in (calvin.robot, calvin.mixed_ik, calvin.static_camera, calvin.gripper_camera):  # that call it p
+            module.p = self._client
 
     def close(self) -> None:
         """Free the world."""

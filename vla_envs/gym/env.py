@@ -185,8 +185,7 @@ class SimulatorEnv(gymnasium.Env):
 def resolve_spec(name: str | SimulatorSpec, horizon: int | None, options: dict[str, Any]) -> SimulatorSpec:
     """Describe the simulator of a name; a finished description has its options already.
 
-    TorchRL's ``GymEnv`` tries ``frameskip`` first, and leaves it out when it is refused in the words of the
-    ``TypeError``.
+    TorchRL's ``GymEnv`` tries ``frameskip`` first, and leaves it out when a ``TypeError`` refuses it in these words.
     """
     if "frameskip" in options:
         raise TypeError("unexpected keyword argument 'frameskip'")
@@ -219,8 +218,7 @@ class EpisodeStream:
     def next(self, random: np.random.Generator, seed: int | None, options: Mapping[str, Any]) -> Episode:
         """Return the next episode, of ``task_id`` and ``trial_id`` of the options; what is left out is drawn.
 
-        A ``seed`` is that of this episode and those after it, whose caller has restarted ``random``; one is drawn if
-        none was ever given.
+        A ``seed`` is that of this and later episodes, whose caller has restarted ``random``; without any, one is drawn.
         """
         spec = self._spec
         for name in options:
@@ -302,8 +300,7 @@ def make_action_space(spec: SimulatorSpec, chunk_size: int | None = None) -> spa
 class InstructionSpace(spaces.Text):
     """Text that ``AsyncVectorEnv`` keeps up to date.
 
-    Gymnasium 1.4 decodes a ``Text`` in shared memory once, when the vector environment is made. This space is read as a
-    view that decodes when it is looked at.
+    Gymnasium 1.4 decodes a ``Text`` in shared memory once, at the start; this one is decoded when it is looked at.
     """
 
 

@@ -101,8 +101,7 @@ class SimulatorVectorEnv(VectorEnv):
             spec, num_envs, num_workers, chunk_size or 1, step_timeout=step_timeout, start_timeout=start_timeout
         )
         self._streams = [EpisodeStream(spec) for _ in range(num_envs)]
-        self._random: list[tuple[np.random.Generator, int] | None] = [None] * num_envs  # with what it began from
-        self._episodes: list[Episode | None] = [None] * num_envs  # None before the first reset
+        self._random = [seeding.np_random() for _ in range(num_envs)]  # with what it began from
         self._elapsed = np.zeros(num_envs, np.int64)
         self._subtasks = np.zeros(num_envs, np.int64)  # of each environment's chain that are solved
         self._ended = np.zeros(num_envs, np.bool_)
@@ -111,12 +110,12 @@ class SimulatorVectorEnv(VectorEnv):
     @property  # type: ignore[misc]  # it is not set, as in SyncVectorEnv
     def np_random(self) -> Any:
         """The random numbers that episodes are drawn from, one generator per environment."""
-        return tuple(self._random_of(slot)[0] for slot in range(self.num_envs))
+        return tuple(random for random, _ in self._random)
 
     @property
     def np_random_seed(self) -> Any:
         """What the random numbers of each environment were started from."""
-        return tuple(self._random_of(slot)[1] for slot in range(self.num_envs))
+        return tuple(seed for _, seed in self._random)
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: Mapping[str, Any] | None = None
@@ -153,7 +152,7 @@ class SimulatorVectorEnv(VectorEnv):
         """
         check_open(self.simulator_spec, self.closed)
         ended = np.flatnonzero(self._ended)
-        if None in self._episodes:
+        if len(self._pool.episodes) < self.num_envs:
             raise gymnasium.error.ResetNeeded("no episode is running: call reset() first")
         if len(ended) and self.autoreset_mode is AutoresetMode.DISABLED:
             raise gymnasium.error.ResetNeeded(
@@ -192,7 +191,7 @@ class SimulatorVectorEnv(VectorEnv):
         }
         each = {
             "task_description": lambda: tuple(self._pool.texts),
-            "episode": lambda: tuple(self._episodes),
+            "episode": lambda: tuple(map(self._pool.episodes.get, range(self.num_envs))),
             "render": lambda: self.render() or (None,) * self.num_envs,
             "np_random": lambda: self.np_random,
             "np_random_seed": lambda: self.np_random_seed,
@@ -251,26 +250,18 @@ class SimulatorVectorEnv(VectorEnv):
             seed = seeds[slot] if seeds else None
             if seed is not None:
                 self._random[slot] = seeding.np_random(seed)
-            random = self._random_of(slot)[0]
+            random, _ = self._random[slot]
             starting[slot] = self._streams[slot].next(random, seed, options[slot] if options else {})
         self._pool.reset(starting)
-        for slot, episode in starting.items():
-            self._episodes[slot] = episode
+        for slot in starting:
             self._elapsed[slot] = self._subtasks[slot] = 0
             infos = self._add_info(infos, self._info(slot), slot)
         self._ended[slots] = False
         return infos
 
     def _info(self, slot: int, success: bool = False, subtasks: int = 0) -> dict[str, Any]:
-        episode = self._episodes[slot]
-        assert episode is not None
-        return make_info(self.simulator_spec, episode, success, subtasks, self._pool.remarks.get(slot, ""))
-
-    def _random_of(self, slot: int) -> tuple[np.random.Generator, int]:
-        random = self._random[slot]
-        if random is None:
-            random = self._random[slot] = seeding.np_random()
-        return random
+        episode, remark = self._pool.episodes[slot], self._pool.remarks.get(slot, "")
+        return make_info(self.simulator_spec, episode, success, subtasks, remark)
 
     def _observations(self, of: int | slice = slice(None)) -> dict[str, Any]:
         """Copy the shared arrays, which the next step overwrites."""

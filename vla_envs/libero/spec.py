@@ -109,7 +109,7 @@ def make_spec(
     assets: str | None = None,
     cache_gigabytes: Factor = 2.0,
 ) -> SimulatorSpec:
-    """Describe a LIBERO suite without importing LIBERO.
+    """Describe a LIBERO suite without importing LIBERO; ``ValueError`` for an unknown suite, task or option value.
 
     Args:
         suite: ``"spatial"``, ``"object"``, ``"goal"``, ``"10"``, ``"90"`` or ``"130"``; the first four with ``_swap``,
@@ -127,9 +127,6 @@ def make_spec(
         render_quality: ``"benchmark"``, or ``"fast"`` (see :data:`RENDER_QUALITIES`); the pixels differ.
         assets: folder of meshes and textures; ``None`` looks for it, see :func:`vla_envs.libero.package.find_assets`.
         cache_gigabytes: memory for built worlds that are kept for the next episode of their task, per worker.
-
-    Raises:
-        ValueError: an unknown suite, task or option value.
     """
     check_renderer()
     name = suite.removeprefix("libero_")

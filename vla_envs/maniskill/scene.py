@@ -37,7 +37,6 @@ _ROBOT_POSE = sapien.Pose([0.147, 0.028, 0.870], [0, 0, 0, 1])  # turned by 180 
 _LIFTED_POSE = sapien.Pose([0.147, 0.028, 1.870], [0, 0, 0, 1])  # of the robot, while things settle
 _STAGE_POSE = sapien.Pose([2.0634, 2.8313, 0.0])
 _PARKED = {"object": 1.0, "plate": 2.0}  # x of what is not on the table, m; out of sight, behind the robot
-_PLATE_ROTATION = (1.0, 0.0, 0.0, 0.0)
 _XY_SLACK, _Z_SLACK, _MINIMUM_FORCE = 0.01, 0.05, 0.03  # m, m, N
 _GRASP_STEPS = 5  # that count as holding on
 _SETTLE, _SETTLE_MORE = 0.5, 6  # control steps; the latter for what still moves faster than the two limits
@@ -123,16 +122,13 @@ class PutOnPlate(BaseEnv):
         if self._rebuilds:
             self._choose([0], options)
             now = self.configurations[0]
-            loaded = {
-                kind: {number for number in _places_of(kind, now) if number is not None} for kind in ("object", "plate")
-            }
+            objects = {number for number in (now.object, now.other_object) if number is not None}
+            plates = {number for number in (now.plate, now.other_plate) if number is not None}
         else:
-            loaded = {
-                "object": {number for split in self.splits for number in split.values["object"]},
-                "plate": {number for split in self.splits for number in split.plates},
-            }
-        self._objects = self._load_models("object", loaded["object"])
-        self._plates = self._load_models("plate", loaded["plate"])
+            objects = {number for split in self.splits for number in split.values["object"]}
+            plates = {number for split in self.splits for number in split.plates}
+        self._objects = self._load_models("object", objects)
+        self._plates = self._load_models("plate", plates)
 
     def _load_models(self, kind: str, numbers: set[int]) -> dict[int, Actor]:
         material = PhysxMaterial(static_friction=1.0, dynamic_friction=1.0, restitution=0.0)
@@ -183,8 +179,7 @@ class PutOnPlate(BaseEnv):
         """Whether each episode gets a scene of its own, with no more than it needs.
 
         PhysX numbers contacts in an order that depends on all that was simulated before, so that an object comes to
-        rest some micrometres elsewhere. On CUDA all worlds share one simulation, which cannot be built again for one of
-        them.
+        rest some micrometres elsewhere. On CUDA all worlds share one simulation, which is not built again for one.
         """
         return not self._sim_device.is_cuda()
 
@@ -265,9 +260,11 @@ class PutOnPlate(BaseEnv):
     def _poses(self, kind: str, number: int, chosen: list[Configuration]) -> Pose:
         rows = []
         for configuration in chosen:
-            first, third = _places_of(kind, configuration)
+            first, third, usual = configuration.object, configuration.other_object, 0
+            if kind == "plate":
+                first, third, usual = configuration.plate, configuration.other_plate, 1
             if number in (first, third):
-                place = 2 if number != first else 0 if kind == "object" else 1
+                place = usual if number == first else 2
                 rows.append((*configuration.places[place], *_rotation(kind, configuration)))
             else:
                 rows.append((*_parking(kind, number), 0, 0, 0, 1))
@@ -398,16 +395,10 @@ def _parking(kind: str, number: int) -> tuple[float, float, float]:
     return _PARKED[kind], 0.3 * number, 1.0
 
 
-def _places_of(kind: str, configuration: Configuration) -> tuple[int, int | None]:
-    if kind == "object":
-        return configuration.object, configuration.other_object
-    return configuration.plate, configuration.other_plate
-
-
 def _rotation(kind: str, configuration: Configuration) -> tuple[float, float, float, float]:
     """Quaternion ``w, x, y, z``: objects are turned about the vertical, plates are not."""
     if kind == "plate":
-        return _PLATE_ROTATION
+        return 1.0, 0.0, 0.0, 0.0
     return float(np.cos(configuration.yaw / 2)), 0.0, 0.0, float(np.sin(configuration.yaw / 2))
 
 

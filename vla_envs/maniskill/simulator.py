@@ -196,12 +196,10 @@ def episode_id_of(split: VariantSplit, trial_id: int, seed: int, only: Mapping[s
     then the walk starts again. So the first trials are a fair sample.
     """
     kept = {factor: only.get(factor, split.values[factor]) for factor in FACTORS}
-    number = shuffled(trial_id, math.prod(map(len, kept.values())), seed)
-    indices = {}
-    for factor in reversed(FACTORS):
-        number, place = divmod(number, len(kept[factor]))
-        indices[factor] = split.values[factor].index(kept[factor][place])
-    return split.episode_id(indices)
+    sizes = [len(values) for values in kept.values()]
+    places = map(int, np.unravel_index(shuffled(trial_id, math.prod(sizes), seed), sizes))
+    chosen = {factor: kept[factor][place] for factor, place in zip(FACTORS, places, strict=True)}
+    return split.episode_id({factor: split.values[factor].index(value) for factor, value in chosen.items()})
 
 
 def shuffled(place: int, size: int, seed: int) -> int:

@@ -101,7 +101,7 @@ def make_spec(
     assets: str | None = None,
     backend: Literal["processes", "cuda"] = "processes",
 ) -> SimulatorSpec:
-    """Describe a ManiSkill suite without importing ManiSkill.
+    """Describe a ManiSkill suite without importing it; ``ValueError`` for an unknown suite or option value.
 
     Args:
         suite: a plate-25 variant such as ``"PutOnPlateInScene25Main-v3"``, several joined by ``+``, each if need be
@@ -129,11 +129,7 @@ def make_spec(
         camera: of a task of ManiSkill: ``None`` for its own, else ``eye`` and ``target`` (3 numbers each, metres) and
             ``fov`` (vertical, radians).
         assets: folder of plate-25's assets; ``None`` looks for it, see :func:`vla_envs.maniskill.assets.find_assets`.
-        backend: ``"processes"`` simulates each world on a CPU core, in worker processes; ``"cuda"`` simulates all
-            worlds of plate-25 together on a GPU.
-
-    Raises:
-        ValueError: an unknown suite or option value.
+        backend: ``"processes"`` simulates each world on a CPU core; ``"cuda"`` all of plate-25 together on a GPU.
     """
     size = None if image_size is None else image_shape(image_size)
     if suite in BUILT_IN:

@@ -6,18 +6,18 @@ instructions are those of the benchmark (Liu et al. 2025, arXiv 2505.19789, RL4V
 ``start`` and ``textures`` choose.
 """
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from importlib import resources
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from vla_common.errors import unknown_name
+from vla_common.plain import read_json
 
 OBJECT_SETS = ("train", "test", "all")
 STARTS = {"rlinf": 0.90, "rl4vla": 0.95}  # m, height of object and plate where a variant says no other
@@ -25,9 +25,8 @@ TEXTURES = ("rl4vla", "rlinf")
 FACTORS = ("object", "plate", "extra", "table", "position", "yaw")
 INITIAL_JOINTS = (-0.01840777, 0.0398835, 0.22242722, -0.00460194, 1.36524296, 0.00153398, 0.037, 0.037)  # rad, m
 MOVE_STEP = 5  # actions after which PositionChangeTo moves the object
-TEMPLATES: tuple[str, ...] = tuple(  # of Instruct; 0 is that of all other variants
-    json.loads(resources.files("vla_envs.maniskill").joinpath("templates.json").read_text("utf-8"))
-)
+# Of Instruct; 0 is that of all other variants.
+TEMPLATES: tuple[str, ...] = tuple(read_json(Path(__file__).with_name("templates.json"), list))
 _CENTRE, _HALF_EDGE = np.array([-0.16, 0.0]), 0.075  # m, of the square that things are placed in
 _MINIMUM_DISTANCE, _FAR = 0.070, 0.150  # m, between object and plate, and of the third place
 # 0, 45, 90 and 135 degrees; then the unseen -22.5, -67.5, -112.5 and -157.5.
@@ -69,6 +68,8 @@ def _variant(
 
 
 _TRIPLES = _same(range(2104))
+_OTHER_OBJECTS = {"train": range(15), "test": range(8), "all": range(24)}
+_OTHER_PLATES = {"train": range(16), "test": range(15), "all": range(16)}
 _THIRD = (0.95, 0.92, 1.0)
 VARIANTS = {
     variant.id: variant
@@ -93,11 +94,7 @@ VARIANTS = {
         _variant(
             "MultiCarrot-v1",
             "Semantic",
-            {
-                "object": _OBJECTS,
-                "extra": {"train": range(15), "test": range(8), "all": range(24)},
-                "position": _TRIPLES,
-            },
+            {"object": _OBJECTS, "extra": _OTHER_OBJECTS, "position": _TRIPLES},
             extra_factor="object",
             layout="far object",
             heights=_THIRD,
@@ -105,12 +102,7 @@ VARIANTS = {
         _variant(
             "MultiPlate-v1",
             "Semantic",
-            {
-                "plate": _PLATES,
-                "extra": {"train": range(16), "test": range(15), "all": range(16)},
-                "table": _same(range(21)),
-                "position": _TRIPLES,
-            },
+            {"plate": _PLATES, "extra": _OTHER_PLATES, "table": _same(range(21)), "position": _TRIPLES},
             extra_factor="plate",
             layout="far plate",
             heights=(1.0, 0.92, 0.96),
@@ -167,8 +159,12 @@ class VariantSplit:
         """The numbers that each factor takes."""
         return {factor: self.variant.values[factor][self.object_set] for factor in FACTORS}
 
+    @property
+    def _sizes(self) -> list[int]:
+        return [len(values) for values in self.values.values()]
+
     def __len__(self) -> int:
-        return math.prod(map(len, self.values.values()))
+        return math.prod(self._sizes)
 
     @property
     def plates(self) -> range:
@@ -183,17 +179,11 @@ class VariantSplit:
                 f"{self.variant.id} with object set {self.object_set!r} has episode ids 0 to {len(self) - 1}, "
                 f"got {episode_id}"
             )
-        indices = {}
-        for factor in reversed(FACTORS):
-            episode_id, indices[factor] = divmod(episode_id, len(self.values[factor]))
-        return indices
+        return dict(zip(FACTORS, map(int, np.unravel_index(episode_id, self._sizes)), strict=True))
 
     def episode_id(self, indices: Mapping[str, int]) -> int:
         """Invert :meth:`factor_indices`."""
-        number = 0
-        for factor in FACTORS:
-            number = number * len(self.values[factor]) + indices[factor]
-        return number
+        return int(np.ravel_multi_index([indices[factor] for factor in FACTORS], self._sizes))
 
     def decode(self, episode_id: int) -> Configuration:
         """Decode the initial state of an episode."""

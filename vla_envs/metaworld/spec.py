@@ -61,16 +61,11 @@ def _table() -> dict[str, Any]:
 def suites() -> dict[str, tuple[str, ...]]:
     """List the suites and the tasks of each, in the order that fixes ``task_id``."""
     tasks = _table()["tasks"]
-    names = [task["name"] for task in tasks]
-    found = {
-        "MT50": tuple(names),
-        "ML45-train": tuple(_table()["ML45"]["train"]),
-        "ML45-test": tuple(_table()["ML45"]["test"]),
-    }
+    names = tuple(task["name"] for task in tasks)
+    found = {"MT50": names, **{f"ML45-{part}": tuple(_table()["ML45"][part]) for part in ("train", "test")}}
     for difficulty in DIFFICULTIES:
         found[difficulty] = tuple(task["name"] for task in tasks if task["difficulty"] == difficulty)
-    found.update({name: (name,) for name in names})
-    return found
+    return found | {name: (name,) for name in names}
 
 
 def _check_camera(camera: Any, protocol: str) -> None:
@@ -137,7 +132,7 @@ def make_spec(
     reward_type: Literal["sparse", "progress"] = "sparse",
     cache_gigabytes: Factor = 2.0,
 ) -> SimulatorSpec:
-    """Describe a Meta-World suite without importing Meta-World.
+    """Describe a Meta-World suite without importing it; ``ValueError`` for an unknown suite, task or option value.
 
     Args:
         suite: ``"MT50"``, ``"ML45-train"``, ``"ML45-test"``, a difficulty (``"easy"``, ``"medium"``, ``"hard"``,
@@ -159,9 +154,6 @@ def make_spec(
             Meta-World's own shaped reward, scaled to at most 1 in sum over an episode.
         cache_gigabytes: memory for built worlds that are kept for the next episode of their task, per worker. The 50
             tasks take 1.5 at ``"coarse"``, 2.8 at ``"minimal"`` and ``"fast"``.
-
-    Raises:
-        ValueError: an unknown suite, task or option value.
     """
     check_renderer()
     shape, names = image_shape(image_size), _tasks_of(suite)

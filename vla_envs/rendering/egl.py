@@ -116,14 +116,10 @@ def egl_devices() -> dict[int, int | None]:
     except OSError:
         return {}
     egl.eglGetProcAddress.restype = ctypes.c_void_p
-    query, attribute, display = (
-        _function(egl, name, result, *arguments)
-        for name, result, *arguments in (
-            ("eglQueryDevicesEXT", ctypes.c_uint, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p),
-            ("eglQueryDeviceAttribEXT", ctypes.c_uint, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p),
-            ("eglGetPlatformDisplayEXT", ctypes.c_void_p, ctypes.c_uint, ctypes.c_void_p, ctypes.c_void_p),
-        )
-    )
+    uint, integer, pointer = ctypes.c_uint, ctypes.c_int, ctypes.c_void_p
+    query = _function(egl, "eglQueryDevicesEXT", uint, integer, pointer, pointer)
+    attribute = _function(egl, "eglQueryDeviceAttribEXT", uint, pointer, integer, pointer)
+    display = _function(egl, "eglGetPlatformDisplayEXT", pointer, uint, pointer, pointer)
     if query is None or display is None:
         return {}
     found, count = (ctypes.c_void_p * _MAX_DEVICES)(), ctypes.c_int(0)

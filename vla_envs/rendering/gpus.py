@@ -51,11 +51,6 @@ def gpu_of_worker(shown: int) -> int:
     return turns[int(os.environ.get(WORKER, 0)) % len(turns)]
 
 
-def describe_turns(shown: int) -> str:
-    """Say on which GPUs workers take turns by default, if CUDA shows several."""
-    return "" if shown < 2 else f"; workers take turns on GPUs 0 to {shown - 1} (env.gpus chooses)"
-
-
 def show(gpus: Iterable[int]) -> str:
     """Write GPUs as they are typed, such as ``[4,5]``."""
     return f"[{','.join(map(str, gpus))}]"

@@ -27,8 +27,7 @@ _gl_context: Any = None
 def shared_renderer(model_file: str, model: mujoco.MjModel, **options: Any) -> "Renderer":
     """Return the renderer of this process for all worlds built from ``model_file`` with the same options.
 
-    Meshes and textures are uploaded once. It lives as long as a world holds it; at benchmark quality it takes about 90
-    MB.
+    Meshes and textures are uploaded once. It lives as long as a world holds it; benchmark quality takes about 90 MB.
     """
     key = (model_file, repr(sorted(options.items())))
     renderer = _renderers.get(key)

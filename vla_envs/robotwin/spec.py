@@ -59,15 +59,14 @@ def make_spec(
     path: str | None = None,
     assets_path: str | None = None,
 ) -> SimulatorSpec:
-    """Describe a part of RoboTwin without importing it.
+    """Describe a part of RoboTwin without importing it; ``ValueError`` for an unknown task or option value.
 
     A chunk of actions is one motion (:class:`~vla_envs.simulator.ChunkSimulator`): another chunk size is another
     environment. An action is where the joints shall go, ``[left 6, left gripper, right 6, right gripper]``.
 
     Args:
         suite: a task such as ``"place_empty_cup"``, several joined by ``+``, or ``"all"`` 46.
-        task_config: RoboTwin's file of that name: ``"demo_randomized"`` draws backgrounds, light, clutter and the
-            table's height.
+        task_config: RoboTwin's file; ``"demo_randomized"`` draws backgrounds, light, clutter and the table's height.
         embodiment: ``["aloha-agilex"]``, one robot with two arms, or ``["piper", "piper", 0.6]``, two and the metres
             between them.
         head_camera_type: camera of RoboTwin's ``_camera_config.yml``.
@@ -80,16 +79,12 @@ def make_spec(
         instruction_type: which of RoboTwin's sentences an episode has.
         seeds: ``"solved"``, those that RoboTwin's demonstrations have solved, of the 22 tasks that have such lists;
             ``"range"``: any, see :func:`vla_envs.robotwin.seeds.seeds_of`. Evaluations have seeds of their own.
-        shader: ``"default"`` rasterises; ``"rt"`` traces rays as RoboTwin's data were drawn, in 100 times the time on a
-            CPU.
+        shader: ``"default"`` rasterises; ``"rt"`` traces rays as for RoboTwin's data, 100 times slower on a CPU.
         render_quality: ``"fast"`` draws shadows of half the resolution, and none of the wall: less than half the time
             on a CPU; 0.2 % of the pixels differ by more than 8 levels.
         path: a checkout of RoboTwin; ``None`` looks for it, see :data:`vla_envs.robotwin.package.CHECKOUT`.
         assets_path: the folder around its ``assets/``; ``None`` looks for it, see
             :func:`vla_envs.robotwin.package.find_assets`.
-
-    Raises:
-        ValueError: an unknown task or option value.
     """
     if wrist_camera_type != _CAMERA and not collect_wrist_camera:
         raise ValueError(

@@ -96,7 +96,7 @@ class WorkerPool:
         self.arrays, self._memory = SharedArrays.create(spec, num_envs, chunk_size)
         self.arrays.busy[:] = -1
         self.texts = [spec.tasks[0].instruction] * num_envs  # a policy reads those of idle slots too
-        self.episodes: list[Episode | None] = [None] * num_envs
+        self.episodes: dict[int, Episode] = {}  # by slot
         self.executed: list[list[np.ndarray]] = [[] for _ in range(num_envs)]
         self.unstarted: set[int] = set()
         self.errors: dict[int, str] = {}
@@ -128,8 +128,7 @@ class WorkerPool:
     def reset(self, episodes: Mapping[int, Episode]) -> None:
         """Start ``episodes`` in the given slots and render them. A failure is tried again in a new simulator.
 
-        An episode that fails ``MAX_FAILURES_IN_A_ROW`` times is given up: its observation is zero, and the next step
-        says that it is lost.
+        An episode that fails ``MAX_FAILURES_IN_A_ROW`` times is given up: it shows zeros, and the next step reports it.
         """
         self.restore({slot: (episode, ()) for slot, episode in episodes.items()})
 
@@ -173,7 +172,7 @@ class WorkerPool:
         Returns the slots whose episode is lost because its simulator failed; raises as :meth:`check`.
         """
         self.check()
-        return self.step_recv(self.step_send(slots, set(range(len(self.episodes))).difference(slots)))
+        return self.step_recv(self.step_send(slots, set(range(len(self.texts))).difference(slots)))
 
     def step_send(self, slots: Sequence[int], idle: Iterable[int] = ()) -> Pending:
         """Have some slots execute ``arrays.actions``; the outcomes of ``idle`` slots are to be zero."""
@@ -310,7 +309,6 @@ class WorkerPool:
         given_up = {slot for slot in slots if slot in self._lost}
         if len(given_up) < len(slots):  # the simulator works: others began, so that the states of these are bad
             for episode in (self.episodes[slot] for slot in given_up):
-                assert episode is not None
                 if self._failed.pop((episode.task_id, episode.trial_id, episode.seed), None) is not None:
                     self._losses -= 1
         return given_up
@@ -322,21 +320,18 @@ class WorkerPool:
         self.errors[slot] = error or "not tried, because the simulator is broken"
         if error is not None:
             episode = self.episodes[slot]
-            assert episode is not None
             self._failed[episode.task_id, episode.trial_id, episode.seed] = error, self._raised.get(slot, "")
             self._losses += 1
 
     def _is_broken(self) -> bool:
         """Tell whether too many episodes were lost; the same one again and again counts as well, at some point."""
-        most = MAX_LOST_IN_A_ROW * MAX_FAILURES_IN_A_ROW * len(self.episodes)
+        most = MAX_LOST_IN_A_ROW * MAX_FAILURES_IN_A_ROW * len(self.texts)
         return len(self._failed) >= MAX_LOST_IN_A_ROW or self._losses >= most
 
     def _blank(self, slot: int) -> None:
         for array in (self.arrays.images, self.arrays.wrist_images, self.arrays.states):
             array[slot] = 0
-        episode = self.episodes[slot]
-        assert episode is not None
-        task = self.spec.tasks[episode.task_id]
+        task = self.spec.tasks[self.episodes[slot].task_id]
         self.texts[slot] = task.instructions[0] if task.instructions else task.instruction
 
     def _post(self, command: str, items: Mapping[int, Any]) -> _Exchange:
@@ -397,8 +392,7 @@ class WorkerPool:
             self._raised[slot] = traceback
 
     def _check_instruction(self, slot: int, text: str) -> None:
-        episode = self.episodes[slot]
-        wrong = None if episode is None else undeclared_instruction(self.spec, episode, text)
+        wrong = undeclared_instruction(self.spec, self.episodes[slot], text)
         if wrong is not None and not self._told_of_instruction:
             _logger.warning("%s: %s", self._describe(slot), wrong)
             self._told_of_instruction = True
@@ -426,8 +420,7 @@ class WorkerPool:
             for exchange in self._under_way[worker]:
                 del exchange.asked[worker]
             self._under_way[worker].clear()
-            running = {slot for slot in self._slots[worker] if self.episodes[slot] is not None}
-            self._displaced |= running - self._lost
+            self._displaced |= {slot for slot in self._slots[worker] if slot in self.episodes} - self._lost
             self._start(worker)
             self.arrays.busy[worker] = -1
 
@@ -454,8 +447,7 @@ class WorkerPool:
         return message
 
     def _describe(self, slot: int) -> str:
-        episode = self.episodes[slot]
-        return f"slot {slot}" if episode is None else self.spec.describe(episode)
+        return self.spec.describe(self.episodes[slot]) if slot in self.episodes else f"slot {slot}"
 
     def process(self, worker: int) -> WorkerProcess:
         """Return a worker's process."""

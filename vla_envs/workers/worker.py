@@ -4,7 +4,6 @@ It imports numpy and the simulator, never torch.
 """
 
 import contextlib
-import importlib
 import os
 import signal
 import sys
@@ -12,6 +11,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
@@ -49,8 +49,7 @@ class Worker:
 
     def call(self, function: str, item: Any, arguments: dict[str, Any]) -> Any:
         """Run ``function(simulator, item, **arguments)`` in this process."""
-        module, _, name = function.partition(":")
-        work = getattr(importlib.import_module(module), name)
+        work = resolve_name(function)
         try:
             return work(self._simulator(_NO_SLOT), item, **arguments)
         except Exception:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from vla_envs import evaluation_episodes, make_env, make_spec
-from vla_envs.calvin import chains, single, states
+from vla_envs.calvin import chains, states
 from vla_envs.calvin.scenes import CABINET_SHIFT, TABLE_SHIFT
 from vla_envs.calvin.spec import all_sentences
 
@@ -66,10 +66,10 @@ def test_states_of_a_condition():
 
 def test_every_task_has_states_in_which_it_is_possible_in_one_way():
     for task in chains.tasks():
-        possible = single.starts(task)
+        possible = states.starts(task)
         assert len(possible) >= 48
         assert all(len(chains.outcomes(condition, task)) == 1 for condition in possible)
-    first, again, other = (single.start_of("open_drawer", "D", True, *seed) for seed in ((0, 1), (0, 1), (0, 2)))
+    first, again, other = (states.start_of("open_drawer", "D", True, *seed) for seed in ((0, 1), (0, 1), (0, 2)))
     assert np.array_equal(first[2], again[2])
     assert not np.array_equal(first[2], other[2])
 
