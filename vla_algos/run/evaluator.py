@@ -31,7 +31,6 @@ from vla_algos.results import (
     part_of,
     parts_of,
 )
-from vla_algos.run.environments import at_temperature
 from vla_algos.run.logging import progress_bar
 from vla_common.errors import unknown_name
 from vla_common.keys import EPISODE_INDEX
@@ -180,6 +179,28 @@ class Evaluator:
             with at_temperature(policy, self.temperature):
                 results["eval_sampled"] = self.run(f"{title}, sampled", env, policy, path, greedy=False, **options)
         return results
+
+
+@contextlib.contextmanager
+def at_temperature(policy: VLAPolicy, temperature: float | None) -> Iterator[None]:
+    """Have a policy sample at another ``config.temperature`` than it is trained at; ``None`` for that."""
+    if temperature is None:
+        yield
+        return
+    trained = policy.config
+    policy.config = replace(trained, temperature=temperature)
+    try:
+        yield
+    finally:
+        policy.config = trained
+
+
+def check_temperature(policy: VLAPolicy, temperature: float | None) -> None:
+    """Refuse a temperature, by a ValueError, of a policy that has none."""
+    if temperature is not None and not hasattr(policy.config, "temperature"):
+        raise ValueError(
+            f"eval.temperature={temperature:g}: policy={policy.family} does not sample at a temperature; leave it out"
+        )
 
 
 @contextlib.contextmanager

@@ -19,10 +19,9 @@ from vla_algos.progress import listening
 from vla_algos.run.folder import finish_folder, note_start, open_folder, plain, say_what_differs
 from vla_algos.run.launcher_settings import requeue
 from vla_algos.run.loggers import open_loggers
-from vla_algos.run.logging import RunLogger, progress_bar
+from vla_algos.run.logging import RunLogger, progress_bar, show_iteration
 from vla_algos.run.saving import Saver, Stateful
 from vla_algos.run.seeds import seed_everything, seed_rank
-from vla_algos.run.summary import show_iteration
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # SLURM's at a preemption and before the time limit; Ctrl-C
 _SAME = 1.0  # seconds: torchrun passes a Ctrl-C on to processes that have just got it from the terminal
