@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
@@ -87,17 +86,9 @@ class Snapshot:
         check(parts)
         here = [name for name, tensor in shared.items() if _writes(tensor, rank)]
         offsets = {name: [each.start for each in own_part(shared[name])] for name in here}
-        return cls(
-            rank,
-            processes,
-            replicated_text,
-            own_text,
-            {
-                **{name: parts[name].to("cpu", copy=True) for name in here},
-                **{f"{_of(rank)}.{name}": tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()},
-            },
-            offsets,
-        )
+        copies = {name: parts[name].to("cpu", copy=True) for name in here}
+        copies |= {f"{_of(rank)}.{name}": tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        return cls(rank, processes, replicated_text, own_text, copies, offsets)
 
 
 def _writes(tensor: Tensor, rank: int) -> bool:
@@ -270,14 +261,8 @@ class SavedState:
     def of_process(self, rank: int) -> dict[str, Any]:
         """Load what a process had of its own; BrokenCheckpoint if it cannot be read."""
         own = _of(rank)
-        tensors: dict[str, Tensor] = {}
-
-        def empty(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-            tensors[f"{own}.{name}"] = torch.empty(shape, dtype=dtype)
-            return tensors[f"{own}.{name}"]
-
-        state = _read_json(self.folder / f"{own}.json", empty)
-        self._read(tensors)
+        state = _read_json(self.folder / f"{own}.json", "cpu")
+        self._read({f"{own}.{name}": tensor for name, tensor in to_json(state)[1].items()})
         return state
 
     def _read(self, tensors: Mapping[str, Tensor]) -> None:
@@ -327,7 +312,7 @@ def open_checkpoint(checkpoint: Path, verified: bool = False) -> SavedState:
     if not verified:
         verify_checkpoint(checkpoint)
     path = checkpoint / _FILE
-    content = _read_json(path, lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
+    content = _read_json(path, "meta")
     content = content if isinstance(content, dict) else {}
     found = str(content.get("format", "foreign file"))
     if found != _FORMAT:
@@ -350,9 +335,10 @@ def open_checkpoint(checkpoint: Path, verified: bool = False) -> SavedState:
     return SavedState(checkpoint, content["step"], content["processes"], content["state"])
 
 
-def _read_json(path: Path, tensor: Callable[[str, torch.Size, torch.dtype], Any]) -> Any:
+def _read_json(path: Path, device: str) -> Any:
+    """Read a state, with empty tensors on a device; BrokenCheckpoint if it cannot be read."""
     try:
-        return from_json(path.read_text(), tensor)
+        return from_json(path.read_text(), device)
     except (ValueError, OSError) as error:
         raise BrokenCheckpoint(
             f"{path} cannot be read ({error}); copy it again, or delete {path.parent} and resume from the checkpoint "

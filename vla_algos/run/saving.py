@@ -17,20 +17,8 @@ from tqdm import tqdm
 from vla_algos import distributed
 from vla_algos.files import remove
 from vla_algos.optim import empty_state
-from vla_algos.run.checkpoints import (
-    BrokenCheckpoint,
-    CheckpointError,
-    Gather,
-    SavedState,
-    Snapshot,
-    begin_checkpoint,
-    by_preference,
-    open_checkpoint,
-    remove_unfinished,
-    save_checkpoint,
-    unfinished,
-    verify_checkpoint,
-)
+from vla_algos.run import checkpoints
+from vla_algos.run.checkpoints import BrokenCheckpoint, CheckpointError, Gather, SavedState, Snapshot
 from vla_algos.run.seeds import random_state, set_random_state
 from vla_common.tensor_files import make_room, not_finite
 from vla_policies.sharding import trained_tensors
@@ -77,15 +65,15 @@ class Saver:
         """
         broken: list[str] = []
         process = (distributed.rank(), distributed.world_size())
-        for checkpoint in distributed.broadcast_object(by_preference(self.root)):
-            found, problem = None, _all_ranks_ok(verify_checkpoint, checkpoint, process)[1]
+        for checkpoint in distributed.broadcast_object(checkpoints.by_preference(self.root)):
+            found, problem = None, _all_ranks_ok(checkpoints.verify_checkpoint, checkpoint, process)[1]
             if problem is None:  # nothing is read that another process has found to be damaged
                 found, problem = _all_ranks_ok(self._load, checkpoint, parts)
             if problem is None and found is not None:
                 if broken and distributed.is_main():
                     tqdm.write(f"warning: {'; '.join(broken)}. Continuing from the checkpoint before it, {checkpoint}")
                 if distributed.is_main():
-                    remove_unfinished(self.root)
+                    checkpoints.remove_unfinished(self.root)
                 return found
             broken.append(str(problem))
         if broken:
@@ -96,7 +84,7 @@ class Saver:
         return None
 
     def _load(self, checkpoint: Path, parts: Mapping[str, Any]) -> dict[str, Any]:
-        saved = open_checkpoint(checkpoint, verified=True)
+        saved = checkpoints.open_checkpoint(checkpoint, verified=True)
         processes = distributed.world_size()
         if saved.processes != processes and not self._elastic:
             raise CheckpointError(
@@ -161,7 +149,7 @@ class Saver:
         snapshot = Snapshot.take(replicated, own, process, lambda parts: self._check_finite(parts, iteration))
         self._begin(iteration, publish)
         gather = self._gather_of_threads()
-        self._writing = self._writer.submit(save_checkpoint, self.root, iteration, snapshot, gather=gather)
+        self._writing = self._writer.submit(checkpoints.save_checkpoint, self.root, iteration, snapshot, gather=gather)
 
     def wait(self) -> None:
         """Wait until the state that was saved last is on disk; OSError if it could not be written."""
@@ -178,10 +166,10 @@ class Saver:
     def _begin(self, iteration: int, publish: Callable[[Path], object] | None) -> None:
         """Make the folder of a checkpoint, and write the policy's own files into it, all processes together."""
         begin = distributed.is_main()
-        self._together(iteration, lambda: begin_checkpoint(self.root, iteration) if begin else None)
+        self._together(iteration, lambda: checkpoints.begin_checkpoint(self.root, iteration) if begin else None)
         if publish is None:
             return
-        folder = unfinished(self.root, iteration)
+        folder = checkpoints.unfinished(self.root, iteration)
         try:
             self._together(iteration, lambda: publish(folder / "policy"))
         except OSError:
@@ -217,7 +205,7 @@ class Saver:
         """Refuse to save a run that has diverged over one that has not."""
         everywhere = distributed.all_gather_object(not_finite(parts))
         if found := list(dict.fromkeys(name for names in everywhere for name in names)):
-            good = next(iter(by_preference(self.root)), None)
+            good = next(iter(checkpoints.by_preference(self.root)), None)
             raise CheckpointError(
                 f"the weights after iteration {iteration} are not finite ({len(found)} tensors, such as "
                 f"{found[0]}): the policy has diverged and is not saved; the last good checkpoint is {good or 'none'}; "
