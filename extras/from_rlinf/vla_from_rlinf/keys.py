@@ -49,8 +49,7 @@ class Keys:
     def get(self, key: str, default: Any = ...) -> Any:
         """Return the value of a key, or what RLinf takes where it is left out.
 
-        Raises:
-            ValueError: it is left out and RLinf has no default, or it is an interpolation that is not followed.
+        ValueError: it is left out and RLinf has no default, or it is an interpolation that is not followed.
         """
         if key in self.values:
             self._reading.append(key)
