@@ -75,10 +75,8 @@ class HeldOut:
     ) -> dict[str, EvaluationResult]:
         """Evaluate once, in all processes that share an environment; the episodes that run in it are abandoned.
 
-        ``collector`` is reset, where the evaluation uses its simulators.
-
-        Returns:
-            Results by the prefix of their metrics: ``eval``, ``eval_sampled``.
+        ``collector`` is reset, where the evaluation uses its simulators. Returns results by the prefix of their
+        metrics: ``eval``, ``eval_sampled``.
         """
         folder = self.run.folder / "evaluations" / f"iteration_{iteration:04d}"
         title = f"evaluation after {iteration}" + (f" on {self.spec.id}" if self._other else "")
@@ -122,11 +120,12 @@ class HeldOut:
         """Name the suite of training, and that of evaluations where it is another one, for printing."""
         if self._other is None:
             return describe_spec(self.spec)
-        shown = "; ".join(
-            f"{name}={now}, not {then}" for name, (then, now) in self._otherwise().items() if name != "id"
-        )
         lines = [f"trained on {describe_spec(self._trained_on)}", f"evaluated on {describe_spec(self.spec)}"]
-        return "\n".join([*lines, *([f"  otherwise than training: {shown}"] if shown else [])])
+        others = {name: each for name, each in self._otherwise().items() if name != "id"}
+        if others:
+            shown = "; ".join(f"{name}={now}, not {then}" for name, (then, now) in others.items())
+            lines.append(f"  otherwise than training: {shown}")
+        return "\n".join(lines)
 
     def _otherwise(self) -> dict[str, tuple[Any, Any]]:
         return differences(self.run.config.env, evaluated_env(self.run.config.env, self.run.config.eval))

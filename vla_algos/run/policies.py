@@ -21,11 +21,7 @@ from vla_policies.memory import MemoryPlan
 
 
 def make_run_policy(
-    run: Run,
-    spec: SimulatorSpec,
-    env: Mapping[str, Any],
-    sharding: Sharding | None = None,
-    offload: bool = False,
+    run: Run, spec: SimulatorSpec, env: Mapping[str, Any], sharding: Sharding | None = None, offload: bool = False
 ) -> VLAPolicy:
     """Make the policy of ``config.policy``, divided among the processes as ``sharding`` says; ``None`` for not at all.
 

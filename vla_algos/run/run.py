@@ -99,15 +99,12 @@ class Run:
     # ---- the state
 
     def restore(self, facts: Mapping[str, Any] | None = None, /, **parts: Stateful | None) -> int | None:
-        """Load the last checkpoint of this folder, or begin a run in it.
+        """Load the last checkpoint of this folder, or begin a run in it. Returns its iteration; ``None`` of a new run.
 
         Args:
             facts: entries of ``run.json``.
             **parts: what changes, by name: ``policy`` and whatever else has a state, such as optimizer and collector;
                 ``None`` for one that this process does not have. :meth:`save` saves them.
-
-        Returns:
-            The iteration of the checkpoint; ``None`` of a new run.
 
         Raises:
             CheckpointError: no checkpoint can be read, or they are of another policy.
@@ -144,10 +141,8 @@ class Run:
     def save(self, iteration: int, publish: Callable[[Path], object] | None = None) -> None:
         """Save the state after an iteration, if its turn has come; whole or not at all.
 
-        Args:
-            iteration: its number.
-            publish: save in any case, and have this write the policy's own files into a folder of the checkpoint, for
-                evaluation and publishing.
+        With ``publish`` it is saved in any case, and that writes the policy's own files into a folder of the
+        checkpoint, for evaluation and publishing.
         """
         if publish is None and iteration % self.config.checkpoint_every:
             return
@@ -164,12 +159,9 @@ class Run:
     # ---- the loop
 
     def iterations(self, last: int, unit: str = "iteration", title: str | None = None) -> Iterator[int]:
-        """Yield the numbers of the iterations that are left, from 1; with a progress bar.
+        """Yield the numbers of the iterations that are left, from 1 to ``last``; with a progress bar.
 
-        Args:
-            last: number of the last one.
-            unit: what they are called where they are counted.
-            title: of the progress bar; the name of the recipe if ``None``.
+        ``unit`` is what they are called where they are counted, ``title`` that of the bar: by default the recipe's.
         """
         if self._first and distributed.is_main():
             print(f"resumed after {self._first} {unit}s")
@@ -200,13 +192,7 @@ class Run:
     # ---- the log
 
     def log(self, iteration: int, *metrics: Mapping[str, float], notes: Mapping[str, str] | None = None) -> None:
-        """Log numbers of an iteration, with the time that it and the whole run took.
-
-        Args:
-            iteration: its number; 0 is before the first.
-            *metrics: numbers by their names in the log.
-            notes: texts that stand beside them.
-        """
+        """Log numbers of an iteration, 0 before the first, by their names; with the time of the run, and ``notes``."""
         logged = {name: value for numbers in metrics for name, value in numbers.items()}
         logged["time/elapsed"] = self.elapsed
         self._logger.log(logged, iteration, notes)
@@ -229,11 +215,7 @@ class Run:
     # ---- the end
 
     def publish(self, write: Callable[[Path], object]) -> None:
-        """Write the policy of the run, whole or not at all: ``policy`` in its folder; all processes together.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Write ``policy`` in the folder of the run, whole or not at all (``OSError``); all processes together."""
         if distributed.is_main():
             write_folder_atomically(self.folder / "policy", write)
         else:
@@ -242,8 +224,7 @@ class Run:
     def finish(self, metrics: Mapping[str, float], notes: Mapping[str, Any] | None = None) -> list[str]:
         """Note what came of the run, and let ``latest`` beside its folder point to it.
 
-        Returns:
-            How one looks at what each logger has.
+        Returns how one looks at what each logger has.
         """
         self._saver.wait()
         finish_folder(self.folder, metrics, self.elapsed, notes or {})
