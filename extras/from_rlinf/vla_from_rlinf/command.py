@@ -16,7 +16,6 @@ from vla_from_rlinf.policy import FAMILIES, MODEL, read_policy
 from vla_from_rlinf.reading import Configuration, one_line, read_configuration
 from vla_from_rlinf.run import read_loggers, read_optim, read_processes, read_run
 from vla_from_rlinf.settings import shortest
-from vla_from_rlinf.untranslated import account_for_the_rest
 
 _TITLES = {
     DIFFERS: "Different here",
@@ -132,7 +131,7 @@ def _translated(keys: Keys, conf: Path) -> Translation:
     read_optim(keys)
     read_processes(keys)
     loggers = read_loggers(keys)
-    account_for_the_rest(keys)
+    keys.account_for_the_rest()
     recipe = "ppo_async" if is_asynchronous(keys) and (conf / "ppo_async.yaml").is_file() else name
     keys.settings["recipe"] = recipe
     return Translation(keys.configuration, recipe, (*shortest(keys, recipe, kind, family, conf), *loggers), keys)
