@@ -18,7 +18,7 @@ from vla_algos import distributed
 from vla_algos.files import remove
 from vla_algos.optim import empty_state
 from vla_algos.run import checkpoints
-from vla_algos.run.checkpoints import BrokenCheckpoint, CheckpointError, Gather, SavedState, Snapshot
+from vla_algos.run.checkpoints import BrokenCheckpoint, CheckpointError, SavedState, Snapshot
 from vla_algos.run.seeds import random_state, set_random_state
 from vla_common.tensor_files import make_room, not_finite
 from vla_policies.sharding import trained_tensors
@@ -64,9 +64,8 @@ class Saver:
         weights are saved. CheckpointError: all are broken, or it is of another policy.
         """
         broken: list[str] = []
-        process = (distributed.rank(), distributed.world_size())
         for checkpoint in distributed.broadcast_object(checkpoints.by_preference(self.root)):
-            found, problem = None, _all_ranks_ok(checkpoints.verify_checkpoint, checkpoint, process)[1]
+            found, problem = None, _all_ranks_ok(checkpoints.verify_checkpoint, checkpoint)[1]
             if problem is None:  # nothing is read that another process has found to be damaged
                 found, problem = _all_ranks_ok(self._load, checkpoint, parts)
             if problem is None and found is not None:
@@ -145,11 +144,11 @@ class Saver:
         own = {name: part.state_dict() for name, part in _own(parts).items()}
         weights = trained_tensors(parts["policy"]) if states else {}  # the processes that learn write them
         replicated = {"progress": dict(progress), "weights": weights, "parts": states}
-        process = (distributed.rank(), distributed.world_size())
-        snapshot = Snapshot.take(replicated, own, process, lambda parts: self._check_finite(parts, iteration))
+        snapshot = Snapshot.take(replicated, own, lambda parts: self._check_finite(parts, iteration))
         self._begin(iteration, publish)
-        gather = self._gather_of_threads()
-        self._writing = self._writer.submit(checkpoints.save_checkpoint, self.root, iteration, snapshot, gather=gather)
+        if distributed.world_size() > 1 and self._group is None:  # collectives of their own, beside those of training
+            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._writing = self._writer.submit(checkpoints.save_checkpoint, self.root, iteration, snapshot, self._group)
 
     def wait(self) -> None:
         """Wait until the state that was saved last is on disk; OSError if it could not be written."""
@@ -185,21 +184,6 @@ class Saver:
             problem, error = str(raised), raised
         if (problem := next(filter(None, distributed.all_gather_object(problem)), None)) is not None:
             raise OSError(f"{self.root / f'step_{iteration:08d}'} could not be written: {problem}") from error
-
-    def _gather_of_threads(self) -> Gather:
-        """Return what gathers objects of the threads that write: collectives of their own, beside those of training."""
-        if distributed.world_size() == 1:
-            return lambda mine: [mine]
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        group = self._group
-
-        def gather(mine: Any) -> list[Any]:
-            found: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(found, mine, group=group)
-            return found
-
-        return gather
 
     def _check_finite(self, parts: dict[str, Tensor], iteration: int) -> None:
         """Refuse to save a run that has diverged over one that has not."""
