@@ -100,9 +100,8 @@ def own_share(
 
 def training_episodes(config: SimpleNamespace, spec: SimulatorSpec, group_size: int) -> EpisodeSampler:
     """Sample this process's share of the training episodes of ``config.seed``, each ``group_size`` times."""
-    rank, world_size = distributed.rank(), distributed.world_size()
-    order = config.episode_order
-    return EpisodeSampler(spec, config.seed, mode=order, group_size=group_size, rank=rank, world_size=world_size)
+    own = {"rank": distributed.rank(), "world_size": distributed.world_size()}
+    return EpisodeSampler(spec, config.seed, mode=config.episode_order, group_size=group_size, **own)
 
 
 def check_share(settings: Mapping[str, Any], policy: VLAPolicy) -> None:

@@ -102,11 +102,10 @@ def policy_writer(
     config: SimpleNamespace, policy: VLAPolicy, spec: SimulatorSpec, evaluated_on: SimulatorSpec
 ) -> Callable[[Path], None]:
     """Return what writes a policy's own files into a folder, and what it was trained on; all processes together."""
-    evaluation: Mapping[str, Any] = config.eval
 
     def write(folder: Path) -> None:
         policy.save_pretrained(folder)
         if distributed.is_main():
-            save_training_env(folder, config.recipe, config.env, spec, policy.chunk_size, evaluation, evaluated_on.id)
+            save_training_env(folder, config.recipe, config.env, spec, policy.chunk_size, config.eval, evaluated_on.id)
 
     return write
