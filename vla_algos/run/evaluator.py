@@ -172,6 +172,7 @@ def at_temperature(policy: VLAPolicy, temperature: float | None) -> Iterator[Non
     if temperature is None:
         yield
         return
+    check_temperature(policy, temperature)
     trained = policy.config
     policy.config = replace(trained, temperature=temperature)
     try:
