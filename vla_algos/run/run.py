@@ -99,12 +99,15 @@ class Run:
     # ---- the state
 
     def restore(self, facts: Mapping[str, Any] | None = None, /, **parts: Stateful | None) -> int | None:
-        """Load the last checkpoint of this folder, or begin a run in it. Returns its iteration; ``None`` of a new run.
+        """Load the last checkpoint of this folder, or begin a run in it.
 
         Args:
             facts: entries of ``run.json``.
             **parts: what changes, by name: ``policy`` and whatever else has a state, such as optimizer and collector;
                 ``None`` for one that this process does not have. :meth:`save` saves them.
+
+        Returns:
+            The iteration of the checkpoint; ``None`` of a new run.
 
         Raises:
             CheckpointError: no checkpoint can be read, or they are of another policy.
@@ -192,7 +195,7 @@ class Run:
     # ---- the log
 
     def log(self, iteration: int, *metrics: Mapping[str, float], notes: Mapping[str, str] | None = None) -> None:
-        """Log numbers of an iteration, 0 before the first, by their names; with the time of the run, and ``notes``."""
+        """Log numbers of an iteration by name, and the time of the run; 0 is before the first, ``notes`` are texts."""
         logged = {name: value for numbers in metrics for name, value in numbers.items()}
         logged["time/elapsed"] = self.elapsed
         self._logger.log(logged, iteration, notes)
@@ -222,7 +225,11 @@ class Run:
             write(self.folder / "policy")
 
     def finish(self, metrics: Mapping[str, float], notes: Mapping[str, Any] | None = None) -> list[str]:
-        """Note what came of the run, let ``latest`` point to it, and return how one looks at what each logger has."""
+        """Note what came of the run, and let ``latest`` beside its folder point to it.
+
+        Returns:
+            How one looks at what each logger has.
+        """
         self._saver.wait()
         finish_folder(self.folder, metrics, self.elapsed, notes or {})
         self._logger.close()
