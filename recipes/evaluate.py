@@ -18,11 +18,9 @@ from vla_algos import EpisodeCollector, compare, distributed
 from vla_algos.ablations import check_reads
 from vla_algos.files import finite_or_none, write_atomically
 from vla_algos.run import EVALUATION, Evaluator, Run, launch, run_program
-from vla_algos.run.ablated import AblatedEvaluation, AblationName
-from vla_algos.run.environments import make_env_spec, own_share
-from vla_algos.run.evaluator import check_weights
+from vla_algos.run.ablated import AblatedEvaluation, AblationName, check_weights
+from vla_algos.run.environments import as_evaluated, describe_spec, facts_of, make_env_spec, own_share
 from vla_algos.run.policies import make_run_policy
-from vla_algos.run.summary import as_evaluated, describe_spec, facts_of
 from vla_common.checksums import identity
 from vla_common.settings import setting_types
 from vla_envs import EpisodeQueue, make_env

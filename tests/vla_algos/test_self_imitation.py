@@ -98,7 +98,10 @@ def test_a_checkpoint_keeps_them():
     resumed.load_state_dict(solved.state_dict())  # empty, as at the first iteration
     solved.extend(rollout(policy))
     text, tensors = to_json(solved.state_dict())
-    resumed.load_state_dict(from_json(text, lambda name, shape, dtype: tensors[name]))
+    state = from_json(text, "cpu")
+    for name, tensor in to_json(state)[1].items():
+        tensor.copy_(tensors[name])
+    resumed.load_state_dict(state)
     found = []
     for each in (solved, resumed):
         each.extend(rollout(policy, seed=1))

@@ -18,9 +18,9 @@ from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
 from vla_algos.groups import collect_groups, concatenate
 from vla_algos.intervals import mean_interval, wilson_interval
 from vla_algos.metrics import env_metrics
+from vla_algos.run.environments import as_evaluated, describe_spec, facts_of
 from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.folder import finish_folder
-from vla_algos.run.summary import as_evaluated, describe_spec, facts_of
 from vla_common.keys import (
     ACTION,
     CRASHED,

@@ -1,15 +1,7 @@
-from .config import (
-    CLONING as CLONING,
-)
-from .config import (
-    EVALUATION as EVALUATION,
-)
-from .config import (
-    TRAINING as TRAINING,
-)
-from .config import (
-    read_config as read_config,
-)
+from .config import CLONING as CLONING
+from .config import EVALUATION as EVALUATION
+from .config import TRAINING as TRAINING
+from .config import read_config as read_config
 from .evaluator import Evaluator as Evaluator
 from .held_out import HeldOut as HeldOut
 from .launching import launch as launch

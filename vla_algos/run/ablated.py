@@ -1,17 +1,25 @@
-"""What evaluate.py does: an evaluation as it is, and again with each ablation."""
+"""What evaluate.py does: an evaluation of the same weights as before, as it is, and again with each ablation."""
 
 import contextlib
+import hashlib
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, Literal
 
-from vla_algos import ablations
+import torch
+from torch import nn
+
+from vla_algos import ablations, distributed
 from vla_algos.evaluation import EvaluationResult
-from vla_algos.results import NAME, finished_episodes
+from vla_algos.files import write_atomically
+from vla_algos.results import IDENTITY, NAME, files_of, finished_episodes
 from vla_algos.run.comparing import ablated_file
 from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.run import Run
 from vla_algos.run.seeds import seed_rank
 from vla_algos.run.videos import save_videos
+from vla_common.plain import read_json
 from vla_envs import SimulatorSpec, VLAEnv
 from vla_envs.gym.env import frames_per_second
 from vla_policies import VLAPolicy
@@ -21,6 +29,37 @@ _Otherwise = Literal["mirrored_images", "rotated_images", "jpeg_images", "croppe
 AblationName = Literal[
     "blank_images", "do_nothing", "other_trial", "swapped_instructions", _Otherwise, "other_axis_angle"
 ]
+_WAY_OUT = "Take another folder (hydra.run.dir=...), or remove {} to begin again"
+
+
+def check_weights(folder: Path, policy: nn.Module) -> None:
+    """Refuse (ValueError) to resume in a folder with results of other weights; note the policy where there are none."""
+    path, weights, before = folder / NAME, _fingerprint(policy), None
+    if files_of(path):
+        try:
+            before = str(read_json(folder / IDENTITY)["policy"])
+        except (OSError, ValueError, KeyError):
+            raise ValueError(
+                f"{path} is there, but no readable {IDENTITY} says of which policy. {_WAY_OUT.format(path)}"
+            ) from None
+    distributed.barrier()  # all have read what is written now
+    if before not in (None, weights):
+        raise ValueError(f"{folder} has results of a policy with other weights than this one. {_WAY_OUT.format(path)}")
+    if distributed.is_main():
+        write_atomically(folder / IDENTITY, json.dumps({"policy": weights}) + "\n")
+
+
+def _fingerprint(policy: nn.Module) -> str:
+    """Hash the names, shapes and sums of the bits of all weights; reads each once."""
+    found = hashlib.sha256()
+    for name, tensor in sorted(policy.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor):  # extra state
+            found.update(f"{name} {tensor!r}".encode())
+            continue
+        flat = tensor.detach().contiguous().view(-1)
+        bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {int(bits.sum(dtype=torch.int64))}".encode())
+    return found.hexdigest()
 
 
 class AblatedEvaluation:

@@ -15,12 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
 
+from vla_algos import distributed
 from vla_algos.files import flush, link_atomically, remove
 from vla_algos.run.plain_state import NotPlainError, from_json, to_json
 from vla_common.checksums import SUMS, ChecksumError, digest, verify_checksums, write_lines
@@ -33,10 +34,7 @@ _KINDS = {"step": int, "processes": int, "state": dict}  # of what is in it, bes
 _STEP = re.compile(r"step_(\d+)")
 _UNFINISHED, _LATEST = ".unfinished_", "latest"
 _WRITING = (OSError, ChecksumError)  # what is raised where something cannot be written
-_ALONE = (0, 1)  # rank and number of processes
 _KEEP = 2  # checkpoints of a run
-
-Gather = Callable[[Any], list[Any]]  # gives what each process has, in the order of their ranks
 
 
 class CheckpointError(RuntimeError):
@@ -66,17 +64,15 @@ class Snapshot:
         cls,
         replicated: Mapping[str, Any],
         own: Mapping[str, Any],
-        process: tuple[int, int] = _ALONE,
         check: Callable[[dict[str, Tensor]], object] = lambda _: None,
     ) -> "Snapshot":
         """Copy a state: nested dicts, lists and tuples of tensors, numbers and text.
 
         ``replicated`` is the same in all processes, with tensors of which each may have a part (DTensors); ``own`` is
-        of this ``process``, which is its rank and how many there are. ``check`` is called with the tensors of
-        ``replicated``, where they lie, before they are copied. CheckpointError: there is something else in the state,
-        which could not be loaded again.
+        of this process. ``check`` is called with the tensors of ``replicated``, where they lie, before they are copied.
+        CheckpointError: there is something else in the state, which could not be loaded again.
         """
-        rank, processes = process
+        rank, processes = distributed.rank(), distributed.world_size()
         try:
             replicated_text, shared = to_json(replicated)
             own_text, tensors = to_json(own)
@@ -87,17 +83,9 @@ class Snapshot:
         check(parts)
         here = [name for name, tensor in shared.items() if _writes(tensor, rank)]
         offsets = {name: [each.start for each in own_part(shared[name])] for name in here}
-        return cls(
-            rank,
-            processes,
-            replicated_text,
-            own_text,
-            {
-                **{name: parts[name].to("cpu", copy=True) for name in here},
-                **{f"{_of(rank)}.{name}": tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()},
-            },
-            offsets,
-        )
+        copies = {name: parts[name].to("cpu", copy=True) for name in here}
+        copies |= {f"{_of(rank)}.{name}": tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+        return cls(rank, processes, replicated_text, own_text, copies, offsets)
 
 
 def _writes(tensor: Tensor, rank: int) -> bool:
@@ -130,29 +118,30 @@ def unfinished(root: Path, step: int) -> Path:
     return root / f"{_UNFINISHED}step_{step:08d}"
 
 
-def save_checkpoint(root: Path, step: int, snapshot: Snapshot, gather: Gather = lambda mine: [mine]) -> Path:
+def save_checkpoint(root: Path, step: int, snapshot: Snapshot, group: dist.ProcessGroup | None = None) -> Path:
     """Write a checkpoint after :func:`begin_checkpoint`, then delete older ones until two are left.
 
     Everything is written and flushed to disk under another name in the same folder, read again, compared by its SHA-256
     and renamed at the end: a crash, a full or broken disk or a preemption at any time leaves the older checkpoints as
     they were. Those of later steps (the run was resumed from an older one) are not touched. Each process writes and
-    compares its files, rank 0 does the rest; all return its folder, or raise if one could not (OSError: it is not
-    written, or something else is on the disk).
+    compares its files, rank 0 does the rest, and all hear over ``group`` what became of it: they return its folder, or
+    raise if one could not (OSError: it is not written, or something else is on the disk).
     """
     final, temporary = root / f"step_{step:08d}", unfinished(root, step)
     digests, error = _attempt(lambda: _write_part(temporary, snapshot))
-    there = gather((digests, None if error is None else str(error)))
+    there = _gathered((digests, error and str(error)), group)
     problem = next((text for _, text in there if text is not None), None)
     if snapshot.rank == 0:
         if problem is None:
             written = {name: each for digests, _ in there for name, each in digests.items()}
             _, error = _attempt(lambda: _complete(root, step, snapshot, written))
-        if problem is not None or error is not None:
+            problem = error and str(error)
+        if problem is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+    problems = _gathered(problem, group)
     if error is not None and not isinstance(error, _WRITING):
-        gather(str(error))
         raise error
-    problem = next((text for text in gather(problem or (error and str(error))) if text is not None), None)
+    problem = next((text for text in problems if text is not None), None)
     if problem is not None:
         raise OSError(f"{final} could not be written: {problem}") from error
     return final
@@ -163,6 +152,15 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return work(), None
     except Exception as error:  # the others wait to hear of it
         return {}, error
+
+
+def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
+    """Return what each process of a group has, in the order of their ranks; that of one alone where there is none."""
+    if group is None:
+        return [mine]
+    found: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(found, mine, group=group)
+    return found
 
 
 def _write_part(folder: Path, snapshot: Snapshot) -> dict[str, str]:
@@ -270,14 +268,8 @@ class SavedState:
     def of_process(self, rank: int) -> dict[str, Any]:
         """Load what a process had of its own; BrokenCheckpoint if it cannot be read."""
         own = _of(rank)
-        tensors: dict[str, Tensor] = {}
-
-        def empty(name: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-            tensors[f"{own}.{name}"] = torch.empty(shape, dtype=dtype)
-            return tensors[f"{own}.{name}"]
-
-        state = _read_json(self.folder / f"{own}.json", empty)
-        self._read(tensors)
+        state = _read_json(self.folder / f"{own}.json", "cpu")
+        self._read({f"{own}.{name}": tensor for name, tensor in to_json(state)[1].items()})
         return state
 
     def _read(self, tensors: Mapping[str, Tensor]) -> None:
@@ -300,10 +292,9 @@ class SavedState:
             ) from error
 
 
-def verify_checkpoint(checkpoint: Path, process: tuple[int, int] = _ALONE) -> None:
-    """Compare the files of a checkpoint with their digests; several processes hear of each other's before they open it.
+def verify_checkpoint(checkpoint: Path) -> None:
+    """Compare the files of a checkpoint with their digests: each process a part of them, before they open it.
 
-    ``process`` is the number of this process and of all that verify it together: each compares a part of the digests.
     BrokenCheckpoint: it is truncated or damaged. CheckpointError: it is not one of ours.
     """
     path = checkpoint / _FILE
@@ -313,7 +304,7 @@ def verify_checkpoint(checkpoint: Path, process: tuple[int, int] = _ALONE) -> No
             "file in it; a folder with a policy alone can be evaluated or fine-tuned"
         )
     try:
-        verify_checksums(checkpoint, process)
+        verify_checksums(checkpoint, (distributed.rank(), distributed.world_size()))
     except (ValueError, OSError) as error:
         raise BrokenCheckpoint(f"{error}; or delete {checkpoint} and resume from the checkpoint before it") from error
 
@@ -327,7 +318,7 @@ def open_checkpoint(checkpoint: Path, verified: bool = False) -> SavedState:
     if not verified:
         verify_checkpoint(checkpoint)
     path = checkpoint / _FILE
-    content = _read_json(path, lambda _, shape, dtype: torch.empty(shape, dtype=dtype, device="meta"))
+    content = _read_json(path, "meta")
     content = content if isinstance(content, dict) else {}
     found = str(content.get("format", "foreign file"))
     if found != _FORMAT:
@@ -350,9 +341,10 @@ def open_checkpoint(checkpoint: Path, verified: bool = False) -> SavedState:
     return SavedState(checkpoint, content["step"], content["processes"], content["state"])
 
 
-def _read_json(path: Path, tensor: Callable[[str, torch.Size, torch.dtype], Any]) -> Any:
+def _read_json(path: Path, device: str) -> Any:
+    """Read a state, with empty tensors on a device; BrokenCheckpoint if it cannot be read."""
     try:
-        return from_json(path.read_text(), tensor)
+        return from_json(path.read_text(), device)
     except (ValueError, OSError) as error:
         raise BrokenCheckpoint(
             f"{path} cannot be read ({error}); copy it again, or delete {path.parent} and resume from the checkpoint "

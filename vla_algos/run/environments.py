@@ -1,18 +1,16 @@
 """The environments of a run as this process starts them: that of training, and another suite of evaluations."""
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from vla_algos import distributed
-from vla_algos.run.seeds import random_state, set_random_state
 from vla_common.settings import check_settings, setting_types
-from vla_envs import EpisodeQueue, EpisodeSampler, SimulatorSpec, VLAEnv, make_env, make_spec
-from vla_envs.make import check_env, check_machine, env_types
+from vla_envs import EpisodeSampler, SimulatorSpec, make_env, make_spec
+from vla_envs.make import check_env, env_types
 from vla_envs.stages import TOGETHER, check_stages
 from vla_policies import VLAPolicy
 
@@ -51,6 +49,26 @@ def make_env_spec(settings: Mapping[str, Any], section: str = "env") -> Simulato
         raise ValueError(f"{section}.id={settings['id']}: {error}{kept}") from error
 
 
+def describe_spec(spec: SimulatorSpec) -> str:
+    """Name a suite, its protocol and what differs from the benchmark's own one, for printing."""
+    protocol = [f"  protocol: {spec.protocol}"] if spec.protocol else []
+    return "\n".join([spec.id, *protocol, *(f"  not the benchmark's: {text}" for text in spec.protocol_deviations)])
+
+
+def facts_of(spec: SimulatorSpec) -> dict[str, Any]:
+    """Return what ``run.json`` says of where a result was measured."""
+    protocol = {"protocol": spec.protocol} if spec.protocol else {}
+    return {"evaluated_on": spec.id, **protocol, "protocol_deviations": spec.protocol_deviations}
+
+
+def as_evaluated(spec: SimulatorSpec, trials: int | None) -> SimulatorSpec:
+    """Add to the deviations from the protocol that it has more initial states of each task than ``trials``."""
+    if spec.initial_states is None or trials is None or trials >= spec.trials:
+        return spec
+    fewer = f"{trials} of its {spec.trials} initial states of each task (eval.trials=null has all)"
+    return replace(spec, protocol_deviations=(*spec.protocol_deviations, fewer))
+
+
 def own_share(
     env: Mapping[str, Any],
     spec: SimulatorSpec,
@@ -82,41 +100,8 @@ def own_share(
 
 def training_episodes(config: SimpleNamespace, spec: SimulatorSpec, group_size: int) -> EpisodeSampler:
     """Sample this process's share of the training episodes of ``config.seed``, each ``group_size`` times."""
-    rank, world_size = distributed.rank(), distributed.world_size()
-    order = config.episode_order
-    return EpisodeSampler(spec, config.seed, mode=order, group_size=group_size, rank=rank, world_size=world_size)
-
-
-@dataclass(frozen=True)
-class EvalEnv:
-    """Another suite than the one that a run trains on, whose simulators live as long as an evaluation.
-
-    Those of training stay, with their episodes where they are: both are in memory while it lasts.
-    """
-
-    settings: Mapping[str, Any]  # of make_env, as this process starts it
-    spec: SimulatorSpec  # made of them
-
-    def check(self, policy: VLAPolicy) -> None:
-        """Refuse (ValueError) what cannot be evaluated there; ImportError, FileNotFoundError: something is missing."""
-        try:
-            check_share(self.settings, policy)
-            policy.check_environment(self.spec)
-        except ValueError as error:
-            raise ValueError(f"eval.env.id={self.spec.id}: {error}") from error
-        check_machine(self.spec, self.settings["num_envs"], self.settings.get("gpus"))
-        self.spec.check()
-
-    @contextlib.contextmanager
-    def started(self, chunk_size: int) -> Iterator[VLAEnv]:
-        """Start its simulators, which end afterwards; random numbers continue where they were."""
-        before = random_state()
-        env = make_env(**self.settings, chunk_size=chunk_size, episodes=EpisodeQueue())
-        try:
-            yield env
-        finally:
-            env.close()
-            set_random_state(before)
+    own = {"rank": distributed.rank(), "world_size": distributed.world_size()}
+    return EpisodeSampler(spec, config.seed, mode=config.episode_order, group_size=group_size, **own)
 
 
 def check_share(settings: Mapping[str, Any], policy: VLAPolicy) -> None:
@@ -124,26 +109,3 @@ def check_share(settings: Mapping[str, Any], policy: VLAPolicy) -> None:
     use = {"ignore_terminations", "reward_coef", "step_penalty", "step_timeout", "start_timeout", "gpus"}
     what = {name: value for name, value in settings.items() if name not in use}
     check_env(**what, chunk_size=policy.chunk_size)
-
-
-@contextlib.contextmanager
-def at_temperature(policy: VLAPolicy, temperature: float | None) -> Iterator[None]:
-    """Have a policy sample at another ``config.temperature`` than it is trained at; ``None`` for that."""
-    if temperature is None:
-        yield
-        return
-    check_temperature(policy, temperature)
-    trained = policy.config
-    policy.config = replace(trained, temperature=temperature)
-    try:
-        yield
-    finally:
-        policy.config = trained
-
-
-def check_temperature(policy: VLAPolicy, temperature: float | None) -> None:
-    """Refuse a temperature, by a ValueError, of a policy that has none."""
-    if temperature is not None and not hasattr(policy.config, "temperature"):
-        raise ValueError(
-            f"eval.temperature={temperature:g}: policy={policy.family} does not sample at a temperature; leave it out"
-        )

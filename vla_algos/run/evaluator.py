@@ -1,8 +1,6 @@
 """One evaluation: its episodes are shared by the processes, and their results are on disk as they come."""
 
 import contextlib
-import hashlib
-import json
 import os
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,36 +11,22 @@ import torch
 from annotated_types import Gt, Le
 from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
-from torch import nn
 from tqdm import tqdm
 
 from vla_algos import distributed
 from vla_algos.ablations import Observe
 from vla_algos.evaluation import EvaluationResult, evaluate
 from vla_algos.files import write_atomically
-from vla_algos.results import (
-    IDENTITY,
-    IN_TRAINING,
-    NAME,
-    EpisodeResult,
-    as_lines,
-    files_of,
-    finished_episodes,
-    part_of,
-    parts_of,
-)
-from vla_algos.run.environments import at_temperature
+from vla_algos.results import IN_TRAINING, EpisodeResult, as_lines, finished_episodes, part_of, parts_of
 from vla_algos.run.logging import progress_bar
 from vla_common.errors import unknown_name
 from vla_common.keys import EPISODE_INDEX
-from vla_common.plain import read_json
 from vla_common.settings import Count, Seed, Whole
 from vla_envs import Episode, SimulatorSpec, VLAEnv, evaluation_episodes
 from vla_envs.workers.pool import SimulatorCrash
 from vla_policies import VLAPolicy
 
 Temperature = Annotated[float, Gt(0), Le(100)]
-_WAY_OUT = "Take another folder (hydra.run.dir=...), or remove {} to begin again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +167,29 @@ class Evaluator:
 
 
 @contextlib.contextmanager
+def at_temperature(policy: VLAPolicy, temperature: float | None) -> Iterator[None]:
+    """Have a policy sample at another ``config.temperature`` than it is trained at; ``None`` for that."""
+    if temperature is None:
+        yield
+        return
+    check_temperature(policy, temperature)
+    trained = policy.config
+    policy.config = replace(trained, temperature=temperature)
+    try:
+        yield
+    finally:
+        policy.config = trained
+
+
+def check_temperature(policy: VLAPolicy, temperature: float | None) -> None:
+    """Refuse a temperature, by a ValueError, of a policy that has none."""
+    if temperature is not None and not hasattr(policy.config, "temperature"):
+        raise ValueError(
+            f"eval.temperature={temperature:g}: policy={policy.family} does not sample at a temperature; leave it out"
+        )
+
+
+@contextlib.contextmanager
 def _open_log(path: Path, *, keep: bool) -> Iterator[Callable[[EpisodeResult], None]]:
     """Let a process write results, each at once, behind those that are there or in their place."""
     own = part_of(path, distributed.rank())
@@ -211,33 +218,3 @@ def _of_all_processes(observe: Observe, indices: Sequence[int]) -> Observe:
         return observe(td)
 
     return translated
-
-
-def check_weights(folder: Path, policy: nn.Module) -> None:
-    """Refuse (ValueError) to resume in a folder with results of other weights; note the policy where there are none."""
-    path, weights, before = folder / NAME, _fingerprint(policy), None
-    if files_of(path):
-        try:
-            before = str(read_json(folder / IDENTITY)["policy"])
-        except (OSError, ValueError, KeyError):
-            raise ValueError(
-                f"{path} is there, but no readable {IDENTITY} says of which policy. {_WAY_OUT.format(path)}"
-            ) from None
-    distributed.barrier()  # all have read what is written now
-    if before not in (None, weights):
-        raise ValueError(f"{folder} has results of a policy with other weights than this one. {_WAY_OUT.format(path)}")
-    if distributed.is_main():
-        write_atomically(folder / IDENTITY, json.dumps({"policy": weights}) + "\n")
-
-
-def _fingerprint(policy: nn.Module) -> str:
-    """Hash the names, shapes and sums of the bits of all weights; reads each once."""
-    found = hashlib.sha256()
-    for name, tensor in sorted(policy.state_dict().items()):
-        if not isinstance(tensor, torch.Tensor):  # extra state
-            found.update(f"{name} {tensor!r}".encode())
-            continue
-        flat = tensor.detach().contiguous().view(-1)
-        bits = flat.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}.get(flat.element_size(), torch.int64))
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype} {int(bits.sum(dtype=torch.int64))}".encode())
-    return found.hexdigest()

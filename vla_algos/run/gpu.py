@@ -140,13 +140,11 @@ class Load:
 
     def peaks(self, changes: Mapping[str, Any]) -> tuple[float, float]:
         """Return GB of a GPU in an update and in a rollout."""
-        config, plan = self.policy.config, self.plan(changes)
+        plan, checkpointing = self.plan(changes), getattr(self.policy.config, "gradient_checkpointing", False)
         envs = max(self.settings.env["num_envs"], (self.settings.eval.get("env") or {}).get("num_envs") or 0)
         update, rollout = self.memory.gigabytes(
             plan,
-            checkpointing=changes.get(
-                "policy.gradient_checkpointing", getattr(config, "gradient_checkpointing", False)
-            ),
+            checkpointing=changes.get("policy.gradient_checkpointing", checkpointing),
             decisions=changes.get("update.micro_batch_size", self.decisions),
             keeps="policy.prefix_cache_gb" not in changes,
             num_envs=-(-envs // (self.processes * self.read("pipeline.stages", changes))),

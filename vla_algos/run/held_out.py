@@ -2,21 +2,23 @@
 
 import contextlib
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from vla_algos import distributed
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.run.comparing import before_and_after
-from vla_algos.run.environments import EvalEnv, check_temperature, evaluated_env, make_env_spec, own_share
-from vla_algos.run.evaluator import Evaluator
+from vla_algos.run.environments import check_share, describe_spec, evaluated_env, facts_of, make_env_spec, own_share
+from vla_algos.run.evaluator import Evaluator, check_temperature
+from vla_algos.run.logging import never_trained
 from vla_algos.run.run import Run
-from vla_algos.run.summary import describe_spec, facts_of, never_trained
+from vla_algos.run.seeds import random_state, set_random_state
 from vla_algos.run.training_env import differences
 from vla_algos.run.videos import save_videos
 from vla_common.experiments import as_typed
-from vla_envs import SimulatorSpec, VLAEnv
+from vla_envs import EpisodeQueue, SimulatorSpec, VLAEnv, make_env
 from vla_envs.gym.env import frames_per_second
+from vla_envs.make import check_machine
 from vla_envs.workers.pool import SimulatorCrash
 from vla_policies import VLAPolicy
 from vla_policies.sharding import gathered
@@ -42,11 +44,11 @@ class HeldOut:
         self.run, self.spec, self._trained_on = run, spec, spec
         self.evaluator = Evaluator(**config.eval)
         self._pipeline: Mapping[str, Any] = getattr(config, "pipeline", {})
-        self._other: EvalEnv | None = None
+        self._other: Mapping[str, Any] | None = None  # settings of another suite, as this process starts it
         if config.eval.get("env"):
             env = {**evaluated_env(config.env, config.eval), "group_size": 1}
             self.spec = make_env_spec(env, "eval.env")
-            self._other = EvalEnv(own_share(env, self.spec, self._pipeline, "eval.env", processes), self.spec)
+            self._other = own_share(env, self.spec, self._pipeline, "eval.env", processes)
         self.evaluator.episodes(self.spec)  # there are so many
         run.facts |= facts_of(self.spec)
         self._failure = ""
@@ -54,8 +56,15 @@ class HeldOut:
     def check_policy(self, policy: VLAPolicy) -> None:
         """Refuse a policy that samples at no temperature, or cannot act in the other suite, before any work."""
         check_temperature(policy, self.evaluator.temperature)
-        if self._other is not None:
-            self._other.check(policy)
+        if self._other is None:
+            return
+        try:
+            check_share(self._other, policy)
+            policy.check_environment(self.spec)
+        except ValueError as error:
+            raise ValueError(f"eval.env.id={self.spec.id}: {error}") from error
+        check_machine(self.spec, self._other["num_envs"], self._other.get("gpus"))
+        self.spec.check()
 
     def __call__(self, env: VLAEnv, policy: VLAPolicy, iteration: int, collector: Any = None) -> None:
         """Evaluate once, in all processes, and log it; see :meth:`measure`."""
@@ -66,19 +75,33 @@ class HeldOut:
     ) -> dict[str, EvaluationResult]:
         """Evaluate once, in all processes that share an environment; the episodes that run in it are abandoned.
 
-        ``collector`` is reset, where the evaluation uses its simulators.
-
-        Returns:
-            Results by the prefix of their metrics: ``eval``, ``eval_sampled``.
+        ``collector`` is reset, where the evaluation uses its simulators. Returns results by the prefix of their
+        metrics: ``eval``, ``eval_sampled``.
         """
-        other, folder = self._other, self.run.folder / "evaluations" / f"iteration_{iteration:04d}"
-        title = f"evaluation after {iteration}" + (f" on {self.spec.id}" if other else "")
-        started = contextlib.nullcontext(env) if other is None else other.started(policy.chunk_size)
-        with started as held_out, gathered(policy):
+        folder = self.run.folder / "evaluations" / f"iteration_{iteration:04d}"
+        title = f"evaluation after {iteration}" + (f" on {self.spec.id}" if self._other else "")
+        with self._started(env, policy.chunk_size) as held_out, gathered(policy):
             results = self.evaluator.run_both(title, held_out, policy, folder, **self._pipeline)
-        if collector is not None and other is None:
+        if collector is not None and self._other is None:
             collector.reset()
         return results
+
+    @contextlib.contextmanager
+    def _started(self, env: VLAEnv, chunk_size: int) -> Iterator[VLAEnv]:
+        """Start the simulators of the other suite, if there is one, for this evaluation; those of ``env`` stay.
+
+        Random numbers continue where they were.
+        """
+        if self._other is None:
+            yield env
+            return
+        before = random_state()
+        other = make_env(**self._other, chunk_size=chunk_size, episodes=EpisodeQueue())
+        try:
+            yield other
+        finally:
+            other.close()
+            set_random_state(before)
 
     def note(self, results: dict[str, EvaluationResult], policy: VLAPolicy, iteration: int) -> None:
         """Log what :meth:`measure` found, with its videos."""
@@ -97,11 +120,12 @@ class HeldOut:
         """Name the suite of training, and that of evaluations where it is another one, for printing."""
         if self._other is None:
             return describe_spec(self.spec)
-        shown = "; ".join(
-            f"{name}={now}, not {then}" for name, (then, now) in self._otherwise().items() if name != "id"
-        )
         lines = [f"trained on {describe_spec(self._trained_on)}", f"evaluated on {describe_spec(self.spec)}"]
-        return "\n".join([*lines, *([f"  otherwise than training: {shown}"] if shown else [])])
+        others = {name: each for name, each in self._otherwise().items() if name != "id"}
+        if others:
+            shown = "; ".join(f"{name}={now}, not {then}" for name, (then, now) in others.items())
+            lines.append(f"  otherwise than training: {shown}")
+        return "\n".join(lines)
 
     def _otherwise(self) -> dict[str, tuple[Any, Any]]:
         return differences(self.run.config.env, evaluated_env(self.run.config.env, self.run.config.eval))

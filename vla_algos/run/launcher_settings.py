@@ -1,32 +1,27 @@
 """What ``launcher:`` takes: where a recipe runs, and what a SLURM job asks for."""
 
-import os
 import re
 import subprocess
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 from annotated_types import Ge, Le, MinLen
+from submitit.slurm.slurm import SlurmJobEnvironment
 
 from vla_common.errors import unknown_name
 from vla_common.settings import Seed, Whole
 
+_OPTION = re.compile(r"[a-z][a-z0-9]*([_-][a-z0-9]+)*")
+_TEXT = ("partition", "account", "qos", "constraint")
 SUBMITIT_NAMES = {
-    "partition": "slurm_partition",
-    "account": "slurm_account",
-    "qos": "slurm_qos",
-    "constraint": "slurm_constraint",
+    **{name: f"slurm_{name}" for name in (*_TEXT, "signal_delay_s", "setup")},
     "nodes": "nodes",
     "tasks_per_node": "tasks_per_node",
     "cpus": "cpus_per_task",
     "gpus": "gpus_per_node",
     "memory_gb": "mem_gb",
     "minutes": "timeout_min",
-    "signal_delay_s": "slurm_signal_delay_s",
-    "setup": "slurm_setup",
 }
-_OPTION = re.compile(r"[a-z][a-z0-9]*([_-][a-z0-9]+)*")
-_TEXT = ("partition", "account", "qos", "constraint")
 _LAUNCHERS: dict[str, dict[str, Any]] = {
     "local": {},
     "slurm": {
@@ -56,10 +51,7 @@ def count_processes(settings: Mapping[str, Any]) -> int:
 
 def requeue() -> str:
     """Put the SLURM job of this process back into the queue; returns what SLURM says if it does not."""
-    job = os.environ["SLURM_JOB_ID"]
-    if "SLURM_ARRAY_JOB_ID" in os.environ:
-        job = f"{os.environ['SLURM_ARRAY_JOB_ID']}_{os.environ['SLURM_ARRAY_TASK_ID']}"
-    done = subprocess.run(["scontrol", "requeue", job], capture_output=True, text=True)
+    done = subprocess.run(["scontrol", "requeue", SlurmJobEnvironment().job_id], capture_output=True, text=True)
     return done.stderr.strip() or "scontrol fails" if done.returncode else ""
 
 

@@ -1,6 +1,5 @@
 """Where a recipe runs: in this process, or as a job on a SLURM cluster through submitit."""
 
-import contextlib
 import functools
 import shlex
 import shutil
@@ -8,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -20,7 +19,6 @@ from omegaconf import DictConfig, OmegaConf
 from submitit.core.utils import FailedJobError
 
 from vla_algos import distributed
-from vla_algos.distributed import process_group
 from vla_algos.files import remove_if_empty
 from vla_algos.run.config import Types, read_config
 from vla_algos.run.folder import check_folder, what_finished
@@ -39,33 +37,26 @@ Members = Callable[[DictConfig], tuple[int, ...] | None]
 
 
 def run_recipe(train: Train, types: Types, conf: Path | None, config: DictConfig, folder: Path) -> None:
-    """Run a recipe in this process, and write the page of the run; see :func:`launch`."""
-    settings = read_config(config, types)
-    with says_how_to_resume(folder), Run(settings, folder) as run:
-        main = distributed.is_main()
-        finished = distributed.broadcast_object(what_finished(settings, folder) if main else "")
-        if finished:
-            print(finished)
-        else:
-            train(settings, run)
-        if main:
-            print(report_at_end(folder, conf))
+    """Run a recipe in this process, and write the page of the run; see :func:`launch`.
 
-
-@contextlib.contextmanager
-def says_how_to_resume(folder: Path) -> Iterator[None]:
-    """If the body ends early, say where the run is and how it resumes; nothing if no work had begun.
-
-    An error after work has begun gets a note, see :func:`vla_common.program.has_begun`.
+    If it ends early after work has begun, it says where the run is and how it resumes.
     """
+    settings, main = read_config(config, types), distributed.is_main()
     record = folder / "run.json"  # written when work begins
     before = record.stat().st_mtime_ns if record.exists() else None
     try:
-        yield
+        with Run(settings, folder) as run:
+            finished = distributed.broadcast_object(what_finished(settings, folder) if main else "")
+            if finished:
+                print(finished)
+            else:
+                train(settings, run)
+            if main:
+                print(report_at_end(folder, conf))
     except BaseException as error:
         if record.exists() and record.stat().st_mtime_ns != before:
-            error.add_note(f"in the run {folder}")
-            if distributed.is_main():
+            error.add_note(f"in the run {folder}")  # by which vla_common.program.has_begun knows
+            if main:
                 print(f"\nrun          {folder}", flush=True)
                 typed = shlex.quote(f"hydra.run.dir={as_typed(str(folder))}")
                 print(f"to resume    type the same command with {typed}", flush=True)
@@ -82,7 +73,7 @@ class SlurmRun(submitit.helpers.Checkpointable):
         """Run the recipe in the processes of the job."""
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)  # by now submitit handles them; see _python
         try:
-            with process_group(self.members(self.config) if self.members else None) as has_part:
+            with distributed.process_group(self.members(self.config) if self.members else None) as has_part:
                 if has_part:
                     self.recipe(self.config, self.folder)
         except Exception as error:
@@ -132,7 +123,7 @@ def launch(
     if distributed.processes_started() > 1 and hydra.mode == RunMode.MULTIRUN:
         raise ValueError("-m runs one combination after the other in one process; under torchrun start each by itself")
     if settings["name"] == "local":
-        with process_group(members(config) if members else None) as has_part:
+        with distributed.process_group(members(config) if members else None) as has_part:
             if has_part:
                 # Of rank 0: its name has the time in it, and others may have come a second later.
                 common = distributed.broadcast_object(folder)

@@ -111,7 +111,7 @@ class _Service(Logger):
         self._run.log(metrics, step=step)
 
     def _video(self, path: Path) -> Any:
-        raise NotImplementedError
+        return importlib.import_module(self.name).Video(str(path), caption=path.stem)
 
 
 class _Wandb(_Service):
@@ -215,11 +215,6 @@ class _Trackio(_Service):
             self._run = TrackioLogger(f"{self._name}-{self._id}", **self._where, **others).experiment
         shown = f"https://huggingface.co/spaces/{space}"
         self.where = shown if space else f"trackio show --project {self._where['project']}"
-
-    def _video(self, path: Path) -> Any:
-        import trackio
-
-        return trackio.Video(str(path), caption=path.stem)
 
     def close(self, failed: bool) -> None:
         import trackio

@@ -1,6 +1,8 @@
 """Where the numbers go: ``metrics.jsonl``, always, and what else takes them (:mod:`~vla_algos.run.loggers`)."""
 
 import json
+import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,18 @@ def progress_bar(title: str, total: int, unit: str, initial: int = 0) -> tqdm:
     """Make a progress bar, shown by rank 0; the time left is by the mean of all that was done."""
     often: dict[str, Any] = {"miniters": 0, "smoothing": 0}  # drawn within an iteration too
     return tqdm(total=total, initial=initial, desc=title, unit=unit, disable=not distributed.is_main(), **often)
+
+
+def show_iteration(bar: tqdm, iteration: int, metrics: Mapping[str, float]) -> None:
+    """Show success and speed beside the progress bar, and as a line in the log of a SLURM job."""
+    success = metrics.get("env/success_once", float("nan"))  # not a number where none has ended
+    how = "no episode ended" if math.isnan(success) else f"success {100 * success:.0f}%"
+    if not math.isnan(subtasks := metrics.get("env/avg_num_subtasks", float("nan"))):
+        how += f", {subtasks:.2f} subtasks"
+    text = f"{how}, {metrics['env_steps_per_s']:.0f} env steps/s"
+    bar.set_postfix_str(text)
+    if "SLURM_JOB_ID" in os.environ:
+        print(f"iteration {iteration} of {bar.total}: {text}", flush=True)
 
 
 class RunLogger:
@@ -105,6 +119,18 @@ def entries(path: Path) -> list[dict[str, Any]]:
     """Read the lines of ``metrics.jsonl`` that are of a run; none if there is no file."""
     lines = path.read_bytes().splitlines() if path.exists() else []
     return [entry for entry in map(_entry, lines) if entry is not None]
+
+
+def never_trained(folder: Path) -> list[str]:
+    """Say, where that is so, that the policy of a run never had a learning rate above 0."""
+    lines = [line for line in entries(folder / "metrics.jsonl") if line.get("train/actor/lr") is not None]
+    if not lines or any(line["train/actor/lr"] for line in lines):
+        return []
+    steps = sum(int(line.get("train/steps") or 0) for line in lines)
+    return [
+        f"the policy is as it was: in all {steps} optimizer steps of this run only the critic learnt; type more "
+        "iterations, or a smaller update.critic_warmup_steps (0 for none)"
+    ]
 
 
 def kind_of(names: Iterable[str]) -> str:

@@ -6,7 +6,6 @@ key and value, where a key is no text, or begins with ``$``).
 """
 
 import json
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,13 +32,10 @@ def to_json(state: Any) -> tuple[str, dict[str, Tensor]]:
     return json.dumps(_encode(state, tensors, "")), tensors
 
 
-def from_json(text: str, tensor: Callable[[str, torch.Size, torch.dtype], Any]) -> Any:
-    """Return the state of :func:`to_json`, with what ``tensor(name, shape, dtype)`` gives for each of its tensors.
-
-    ValueError: the text is damaged, or another one.
-    """
+def from_json(text: str, device: str) -> Any:
+    """Return the state of :func:`to_json`, with empty tensors on a device; ValueError: it is damaged, or no state."""
     try:
-        return _decode(parse_json(text), tensor)
+        return _decode(parse_json(text), device)
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # torch's, of a shape such as [-1]
         raise ValueError(f"damaged, or not a state ({type(error).__name__}: {error})") from error
 
@@ -72,15 +68,15 @@ def _below(where: str, key: Any) -> str:
     return f"{where}.{key}" if where else str(key)
 
 
-def _decode(value: Any, tensor: Callable[[str, torch.Size, torch.dtype], Any]) -> Any:
+def _decode(value: Any, device: str) -> Any:
     if isinstance(value, list):
-        return [_decode(item, tensor) for item in value]
+        return [_decode(item, device) for item in value]
     if not isinstance(value, dict):
         return value
     if "$tensor" in value:
-        return tensor(value["$tensor"], torch.Size(value["shape"]), _DTYPES[value["dtype"]])
+        return torch.empty(value["shape"], dtype=_DTYPES[value["dtype"]], device=device)
     if "$tuple" in value:
-        return tuple(_decode(item, tensor) for item in value["$tuple"])
+        return tuple(_decode(item, device) for item in value["$tuple"])
     if "$items" in value:
-        return {_decode(key, tensor): _decode(item, tensor) for key, item in value["$items"]}
-    return {key: _decode(item, tensor) for key, item in value.items()}
+        return {_decode(key, device): _decode(item, device) for key, item in value["$items"]}
+    return {key: _decode(item, device) for key, item in value.items()}

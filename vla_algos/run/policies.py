@@ -12,7 +12,6 @@ from vla_algos.run.environments import check_share
 from vla_algos.run.folder import settle_auto
 from vla_algos.run.run import Run
 from vla_algos.run.sharding import Sharding, check_same_draws, say_host_memory
-from vla_algos.run.summary import describe_policy
 from vla_algos.run.training_env import differences, is_chosen, load_training_env, save_training_env
 from vla_common.experiments import as_typed
 from vla_envs import SimulatorSpec
@@ -22,11 +21,7 @@ from vla_policies.memory import MemoryPlan
 
 
 def make_run_policy(
-    run: Run,
-    spec: SimulatorSpec,
-    env: Mapping[str, Any],
-    sharding: Sharding | None = None,
-    offload: bool = False,
+    run: Run, spec: SimulatorSpec, env: Mapping[str, Any], sharding: Sharding | None = None, offload: bool = False
 ) -> VLAPolicy:
     """Make the policy of ``config.policy``, divided among the processes as ``sharding`` says; ``None`` for not at all.
 
@@ -56,7 +51,7 @@ def make_run_policy(
     check_share(env, policy)
     if config.recipe != "evaluate" and not any(True for _ in policy.parameters()):
         raise ValueError(f"policy={policy.family} has no weights here to learn with; type vla-recipe run evaluate")
-    said = [describe_policy(policy), "" if sharding is None else sharding.describe(offload)]
+    said = [_describe(policy), "" if sharding is None else sharding.describe(offload)]
     print("; ".join(filter(None, said)))
     if policy.chunk_size > (steps := spec.max_episode_steps):
         print(f"warning: a chunk has {policy.chunk_size} actions, an episode {steps}: one decision, cut short")
@@ -94,15 +89,23 @@ def _training_differences(
     return differs
 
 
+def _describe(policy: VLAPolicy) -> str:
+    """Say how large a policy is and how much of it learns, for printing."""
+    total = sum(parameter.numel() for parameter in policy.parameters())
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    if not total:
+        return "policy without weights here"
+    return f"policy of {total:,} parameters" + (f", {trained:,} of them trained" if trained < total else "")
+
+
 def policy_writer(
     config: SimpleNamespace, policy: VLAPolicy, spec: SimulatorSpec, evaluated_on: SimulatorSpec
 ) -> Callable[[Path], None]:
     """Return what writes a policy's own files into a folder, and what it was trained on; all processes together."""
-    evaluation: Mapping[str, Any] = config.eval
 
     def write(folder: Path) -> None:
         policy.save_pretrained(folder)
         if distributed.is_main():
-            save_training_env(folder, config.recipe, config.env, spec, policy.chunk_size, evaluation, evaluated_on.id)
+            save_training_env(folder, config.recipe, config.env, spec, policy.chunk_size, config.eval, evaluated_on.id)
 
     return write

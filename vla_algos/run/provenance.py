@@ -49,12 +49,12 @@ def differences(folder: Path) -> list[str]:
     return found
 
 
-def record_start(folder: Path, facts: Mapping[str, Any] | None = None) -> None:
+def record_start(folder: Path, facts: Mapping[str, Any]) -> None:
     """Add a process to ``run.json``, and ``facts`` of the run; a run that was resumed has several processes.
 
     Warns where the code is no longer that of :func:`record_submission`.
     """
-    record = {**_read(folder), **(facts or {})}
+    record = {**_read(folder), **facts}
     for name in ("finished", "ended"):  # it begins, or continues
         record.pop(name, None)
     now, then = code(), record.get("submitted", {}).get("code", {})
@@ -64,20 +64,18 @@ def record_start(folder: Path, facts: Mapping[str, Any] | None = None) -> None:
             "submit from a checkout that stays as it is",
             stacklevel=2,
         )
-    record.setdefault("processes", []).append(
-        {
-            "started": _now(),
-            "command": sys.orig_argv,
-            "host": platform.node(),
-            "machine": f"{platform.machine()}, {os.cpu_count()} cores",
-            "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-            "slurm_job": os.environ.get("SLURM_JOB_ID"),
-            "python": _PYTHON,
-            "versions": versions(),
-            "code": now,
-        }
-    )
-    _write(folder, record)
+    process = {
+        "started": _now(),
+        "command": sys.orig_argv,
+        "host": platform.node(),
+        "machine": f"{platform.machine()}, {os.cpu_count()} cores",
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "slurm_job": os.environ.get("SLURM_JOB_ID"),
+        "python": _PYTHON,
+        "versions": versions(),
+        "code": now,
+    }
+    _write(folder, {**record, "processes": [*record.get("processes", []), process]})
 
 
 def run_id(folder: Path, service: str, *, new: bool) -> str:

@@ -20,10 +20,9 @@ from vla_algos.results import NAME, EpisodeResult, read_episodes
 from vla_algos.run.arguments import compose_settings
 from vla_algos.run.comparing import ablated_file, ablations_of, evaluations_of
 from vla_algos.run.folder import flat, settings_of
-from vla_algos.run.logging import entries
+from vla_algos.run.logging import entries, never_trained
 from vla_algos.run.plots import number, plots, points
 from vla_algos.run.provenance import read_record
-from vla_algos.run.summary import never_trained
 from vla_common.experiments import as_typed
 
 PAGE = "report.html"

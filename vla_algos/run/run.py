@@ -19,10 +19,9 @@ from vla_algos.progress import listening
 from vla_algos.run.folder import finish_folder, note_start, open_folder, plain, say_what_differs
 from vla_algos.run.launcher_settings import requeue
 from vla_algos.run.loggers import open_loggers
-from vla_algos.run.logging import RunLogger, progress_bar
+from vla_algos.run.logging import RunLogger, progress_bar, show_iteration
 from vla_algos.run.saving import Saver, Stateful
 from vla_algos.run.seeds import seed_everything, seed_rank
-from vla_algos.run.summary import show_iteration
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR2, signal.SIGINT)  # SLURM's at a preemption and before the time limit; Ctrl-C
 _SAME = 1.0  # seconds: torchrun passes a Ctrl-C on to processes that have just got it from the terminal
@@ -145,10 +144,8 @@ class Run:
     def save(self, iteration: int, publish: Callable[[Path], object] | None = None) -> None:
         """Save the state after an iteration, if its turn has come; whole or not at all.
 
-        Args:
-            iteration: its number.
-            publish: save in any case, and have this write the policy's own files into a folder of the checkpoint, for
-                evaluation and publishing.
+        With ``publish`` it is saved in any case, and that writes the policy's own files into a folder of the
+        checkpoint, for evaluation and publishing.
         """
         if publish is None and iteration % self.config.checkpoint_every:
             return
@@ -165,12 +162,9 @@ class Run:
     # ---- the loop
 
     def iterations(self, last: int, unit: str = "iteration", title: str | None = None) -> Iterator[int]:
-        """Yield the numbers of the iterations that are left, from 1; with a progress bar.
+        """Yield the numbers of the iterations that are left, from 1 to ``last``; with a progress bar.
 
-        Args:
-            last: number of the last one.
-            unit: what they are called where they are counted.
-            title: of the progress bar; the name of the recipe if ``None``.
+        ``unit`` is what they are called where they are counted, ``title`` that of the bar: by default the recipe's.
         """
         if self._first and distributed.is_main():
             print(f"resumed after {self._first} {unit}s")
@@ -201,13 +195,7 @@ class Run:
     # ---- the log
 
     def log(self, iteration: int, *metrics: Mapping[str, float], notes: Mapping[str, str] | None = None) -> None:
-        """Log numbers of an iteration, with the time that it and the whole run took.
-
-        Args:
-            iteration: its number; 0 is before the first.
-            *metrics: numbers by their names in the log.
-            notes: texts that stand beside them.
-        """
+        """Log numbers of an iteration by name, and the time of the run; 0 is before the first, ``notes`` are texts."""
         logged = {name: value for numbers in metrics for name, value in numbers.items()}
         logged["time/elapsed"] = self.elapsed
         self._logger.log(logged, iteration, notes)
@@ -230,11 +218,7 @@ class Run:
     # ---- the end
 
     def publish(self, write: Callable[[Path], object]) -> None:
-        """Write the policy of the run, whole or not at all: ``policy`` in its folder; all processes together.
-
-        Raises:
-            OSError: it could not be written.
-        """
+        """Write ``policy`` in the folder of the run, whole or not at all (``OSError``); all processes together."""
         if distributed.is_main():
             write_folder_atomically(self.folder / "policy", write)
         else:

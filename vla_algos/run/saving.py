@@ -17,20 +17,8 @@ from tqdm import tqdm
 from vla_algos import distributed
 from vla_algos.files import remove
 from vla_algos.optim import empty_state
-from vla_algos.run.checkpoints import (
-    BrokenCheckpoint,
-    CheckpointError,
-    Gather,
-    SavedState,
-    Snapshot,
-    begin_checkpoint,
-    by_preference,
-    open_checkpoint,
-    remove_unfinished,
-    save_checkpoint,
-    unfinished,
-    verify_checkpoint,
-)
+from vla_algos.run import checkpoints
+from vla_algos.run.checkpoints import BrokenCheckpoint, CheckpointError, SavedState, Snapshot
 from vla_algos.run.seeds import random_state, set_random_state
 from vla_common.tensor_files import make_room, not_finite
 from vla_policies.sharding import trained_tensors
@@ -76,16 +64,15 @@ class Saver:
         weights are saved. CheckpointError: all are broken, or it is of another policy.
         """
         broken: list[str] = []
-        process = (distributed.rank(), distributed.world_size())
-        for checkpoint in distributed.broadcast_object(by_preference(self.root)):
-            found, problem = None, _all_ranks_ok(verify_checkpoint, checkpoint, process)[1]
+        for checkpoint in distributed.broadcast_object(checkpoints.by_preference(self.root)):
+            found, problem = None, _all_ranks_ok(checkpoints.verify_checkpoint, checkpoint)[1]
             if problem is None:  # nothing is read that another process has found to be damaged
                 found, problem = _all_ranks_ok(self._load, checkpoint, parts)
             if problem is None and found is not None:
                 if broken and distributed.is_main():
                     tqdm.write(f"warning: {'; '.join(broken)}. Continuing from the checkpoint before it, {checkpoint}")
                 if distributed.is_main():
-                    remove_unfinished(self.root)
+                    checkpoints.remove_unfinished(self.root)
                 return found
             broken.append(str(problem))
         if broken:
@@ -96,7 +83,7 @@ class Saver:
         return None
 
     def _load(self, checkpoint: Path, parts: Mapping[str, Any]) -> dict[str, Any]:
-        saved = open_checkpoint(checkpoint, verified=True)
+        saved = checkpoints.open_checkpoint(checkpoint, verified=True)
         processes = distributed.world_size()
         if saved.processes != processes and not self._elastic:
             raise CheckpointError(
@@ -157,11 +144,11 @@ class Saver:
         own = {name: part.state_dict() for name, part in _own(parts).items()}
         weights = trained_tensors(parts["policy"]) if states else {}  # the processes that learn write them
         replicated = {"progress": dict(progress), "weights": weights, "parts": states}
-        process = (distributed.rank(), distributed.world_size())
-        snapshot = Snapshot.take(replicated, own, process, lambda parts: self._check_finite(parts, iteration))
+        snapshot = Snapshot.take(replicated, own, lambda parts: self._check_finite(parts, iteration))
         self._begin(iteration, publish)
-        gather = self._gather_of_threads()
-        self._writing = self._writer.submit(save_checkpoint, self.root, iteration, snapshot, gather=gather)
+        if distributed.world_size() > 1 and self._group is None:  # collectives of their own, beside those of training
+            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+        self._writing = self._writer.submit(checkpoints.save_checkpoint, self.root, iteration, snapshot, self._group)
 
     def wait(self) -> None:
         """Wait until the state that was saved last is on disk; OSError if it could not be written."""
@@ -178,10 +165,10 @@ class Saver:
     def _begin(self, iteration: int, publish: Callable[[Path], object] | None) -> None:
         """Make the folder of a checkpoint, and write the policy's own files into it, all processes together."""
         begin = distributed.is_main()
-        self._together(iteration, lambda: begin_checkpoint(self.root, iteration) if begin else None)
+        self._together(iteration, lambda: checkpoints.begin_checkpoint(self.root, iteration) if begin else None)
         if publish is None:
             return
-        folder = unfinished(self.root, iteration)
+        folder = checkpoints.unfinished(self.root, iteration)
         try:
             self._together(iteration, lambda: publish(folder / "policy"))
         except OSError:
@@ -198,26 +185,11 @@ class Saver:
         if (problem := next(filter(None, distributed.all_gather_object(problem)), None)) is not None:
             raise OSError(f"{self.root / f'step_{iteration:08d}'} could not be written: {problem}") from error
 
-    def _gather_of_threads(self) -> Gather:
-        """Return what gathers objects of the threads that write: collectives of their own, beside those of training."""
-        if distributed.world_size() == 1:
-            return lambda mine: [mine]
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
-        group = self._group
-
-        def gather(mine: Any) -> list[Any]:
-            found: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(found, mine, group=group)
-            return found
-
-        return gather
-
     def _check_finite(self, parts: dict[str, Tensor], iteration: int) -> None:
         """Refuse to save a run that has diverged over one that has not."""
         everywhere = distributed.all_gather_object(not_finite(parts))
         if found := list(dict.fromkeys(name for names in everywhere for name in names)):
-            good = next(iter(by_preference(self.root)), None)
+            good = next(iter(checkpoints.by_preference(self.root)), None)
             raise CheckpointError(
                 f"the weights after iteration {iteration} are not finite ({len(found)} tensors, such as "
                 f"{found[0]}): the policy has diverged and is not saved; the last good checkpoint is {good or 'none'}; "

@@ -138,6 +138,6 @@ def _free() -> float | None:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
-    free = next((int(line.split()[1]) / 1e6 for line in lines if line.startswith("MemAvailable")), None)
+    free = next((int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith("MemAvailable")), None)
     given = int(os.environ.get("SLURM_MEM_PER_NODE", "0")) * 1024**2 / 1e9
     return min(free, given) if free is not None and given else free

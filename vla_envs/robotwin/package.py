@@ -205,7 +205,8 @@ def import_robotwin(folder: Path, assets: Path) -> RoboTwin:
     """
     if _own not in ([], [str(assets)]):
         raise ImportError(f"this process has RoboTwin with {_own[0]} already; start a new one for {assets}")
-    os.environ["ASSETS_PATH"], _own[:] = str(assets), [str(assets)]
+    os.environ["ASSETS_PATH"] = str(assets)
+    _own[:] = [str(assets)]
     sys.path.insert(0, str(folder))  # first: the current folder may have an envs, too
     importlib.invalidate_caches()
     try:

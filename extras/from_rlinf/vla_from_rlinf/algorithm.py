@@ -14,11 +14,7 @@ _AUTO, _IGNORE = f"{_TRAIN}auto_reset", f"{_TRAIN}ignore_terminations"
 
 
 def algorithm(keys: Keys) -> str:
-    """Return ``"ppo"`` or ``"grpo"``.
-
-    Raises:
-        ValueError: it is neither.
-    """
+    """Return ``"ppo"`` or ``"grpo"``; ValueError if it is neither."""
     advantages, loss = f"{_ALGORITHM}adv_type", f"{_ALGORITHM}loss_type"
     found_loss = keys.get(loss)
     if not isinstance(found_loss, str) or found_loss not in _LOSSES:
@@ -42,12 +38,7 @@ def is_asynchronous(keys: Keys) -> bool:
 
 
 def read_algorithm(keys: Keys, name: str) -> None:
-    """Set what is of the algorithm.
-
-    Args:
-        keys: of the file.
-        name: ``"ppo"`` or ``"grpo"``.
-    """
+    """Set what is of the algorithm, whose ``name`` is ``"ppo"`` or ``"grpo"``."""
     summed = _summed_steps(keys)  # how many numbers RLinf averages that are summed here
     lower, higher, bonus = (f"{_ALGORITHM}{name}" for name in ("clip_ratio_low", "clip_ratio_high", "entropy_bonus"))
 
@@ -59,10 +50,8 @@ def read_algorithm(keys: Keys, name: str) -> None:
     keys.put("loss.clip_epsilon", bounds)
     _read_entropy(keys, bonus, summed)
     if summed > 1:
-        text = (
-            f"log-probabilities of all steps are summed here, RLinf averages {summed}: bounds to that power, the bonus "
-        )
-        keys.remark(DIFFERS, [lower, higher, bonus], f"{text}divided by it")
+        text = f"log-probabilities of all steps are summed here, RLinf averages {summed}"
+        keys.remark(DIFFERS, [lower, higher, bonus], f"{text}: bounds to that power, the bonus divided by it")
     keys.settings.update({"loss.dual_clip": None, "loss.reference_kl_coeff": 0.0})
     keys.put("update.epochs", keys.whole, f"{_ALGORITHM}update_epoch", 1)
     keys.put("update.micro_batch_size", keys.whole, "actor.micro_batch_size")
@@ -203,15 +192,12 @@ def _read_grpo(keys: Keys) -> None:
     _read_bounds(keys)
     keys.settings["update.minibatch_size"] = None
     keys.put("update.minibatches", lambda: math.ceil(keys.whole(_ENVS) * _decisions(keys) / keys.whole(_BATCH)))
-    text = (
-        "RLinf counts decisions after an episode's end too; as many optimizer steps here, of those that were executed"
-    )
-    keys.remark(DIFFERS, [_BATCH], text)
+    text = "RLinf counts decisions after an episode's end too"
+    keys.remark(DIFFERS, [_BATCH], f"{text}; as many optimizer steps here, of those that were executed")
     keys.settings["update.aggregation"] = "trajectory_mean"
     _remark_on_groups(keys)
-    unread = ("reward_type", "gamma", "gae_lambda")
-    text = "GRPO compares the sums of an episode's rewards"
-    keys.remark(NOTHING, [f"{_ALGORITHM}{name}" for name in unread], text)
+    unread = [f"{_ALGORITHM}{name}" for name in ("reward_type", "gamma", "gae_lambda")]
+    keys.remark(NOTHING, unread, "GRPO compares the sums of an episode's rewards")
     critic = [f"{_ALGORITHM}{name}" for name in ("value_clip", "huber_delta", "bootstrap_type")]
     keys.remark(NOTHING, [*critic, f"{_OPTIM}value_lr", f"{_OPTIM}critic_warmup_steps"], "GRPO has no critic")
     keys.remark(NOTHING, [f"{_ALGORITHM}normalize_advantages"], "read for GAE alone")
@@ -234,19 +220,15 @@ def _read_bounds(keys: Keys) -> None:
 
     keys.put("collector.success_bounds", bounds)
     if coefficient in keys.used and keys.settings.get("collector.success_bounds", [0, 1])[1] < 0.5:
-        text = (
-            "in success rates they drop each group in which half of the runs succeed; look whether they were meant for "
-        )
-        keys.remark(DIFFERS, [high], f"{text}another env.train.reward_coef")
+        text = "in success rates they drop each group in which half of the runs succeed"
+        keys.remark(DIFFERS, [high], f"{text}; look whether they were meant for another env.train.reward_coef")
 
 
 def _remark_on_groups(keys: Keys) -> None:
     values, alike, fixed = keys.values, f"{_TRAIN}group_size", f"{_TRAIN}use_fixed_reset_state_ids"
     if alike in values and values[alike] != values.get(_GROUPS):
-        text = (
-            f"RLinf starts {values[alike]} runs alike and compares {values.get(_GROUPS)}, of different tasks; here all "
-        )
-        keys.remark(DIFFERS, [alike], f"{text}of a group start alike")
+        text = f"RLinf starts {values[alike]} runs alike and compares {values.get(_GROUPS)}, of different tasks"
+        keys.remark(DIFFERS, [alike], f"{text}; here all of a group start alike")
     elif alike in values:
         keys.account(alike, "group_size")
     if values.get(f"{_TRAIN}env_type") == "robotwin":

@@ -16,7 +16,6 @@ from vla_from_rlinf.policy import FAMILIES, MODEL, read_policy
 from vla_from_rlinf.reading import Configuration, one_line, read_configuration
 from vla_from_rlinf.run import read_loggers, read_optim, read_processes, read_run
 from vla_from_rlinf.settings import shortest
-from vla_from_rlinf.untranslated import account_for_the_rest
 
 _TITLES = {
     DIFFERS: "Different here",
@@ -33,12 +32,7 @@ def run() -> int:
 
 
 def main(arguments: Sequence[str], conf: Path) -> int:
-    """Print what a file comes to; returns the exit status.
-
-    Args:
-        arguments: what is typed.
-        conf: folder of the recipes' configuration.
-    """
+    """Print what a file comes to; returns the exit status. ``conf`` is the folder of the recipes' configuration."""
     text = "The command of vla-torchrl that means the same as a configuration of RLinf. Nothing is run."
     parser = argparse.ArgumentParser(prog="vla-from-rlinf", description=text)
     parser.add_argument("file", type=Path, metavar="FILE.yaml", help="with the groups of its defaults beside it")
@@ -115,15 +109,10 @@ class Translation:
 
 
 def translate(path: Path, conf: Path) -> Translation:
-    """Translate a file of RLinf.
+    """Translate a file of RLinf, whose groups are looked for in its folder; ``conf`` is that of the recipes.
 
-    Args:
-        path: the file; groups of its ``defaults`` are looked for in its folder.
-        conf: folder of the recipes' configuration.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no embodied training of RLinf, or of a benchmark, a model or an algorithm that there is not.
+    FileNotFoundError: there is no such file. ValueError: it is no embodied training of RLinf, or of a benchmark, a
+    model or an algorithm that there is not.
     """
     keys = Keys(read_configuration(path))
     try:
@@ -142,7 +131,7 @@ def _translated(keys: Keys, conf: Path) -> Translation:
     read_optim(keys)
     read_processes(keys)
     loggers = read_loggers(keys)
-    account_for_the_rest(keys)
+    keys.account_for_the_rest()
     recipe = "ppo_async" if is_asynchronous(keys) and (conf / "ppo_async.yaml").is_file() else name
     keys.settings["recipe"] = recipe
     return Translation(keys.configuration, recipe, (*shortest(keys, recipe, kind, family, conf), *loggers), keys)

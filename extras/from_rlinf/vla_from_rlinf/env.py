@@ -33,24 +33,12 @@ _RANDOMIZATION = {  # in RoboTwin's task_config/demo_clean.yml and demo_randomiz
 
 
 def benchmark(keys: Keys) -> str:
-    """Return which benchmark the file trains on.
-
-    Raises:
-        ValueError: none of ours.
-    """
+    """Return which benchmark the file trains on; ValueError for none of ours."""
     return keys.choice(f"{TRAIN}env_type", _BENCHMARKS)
 
 
 def read_env(keys: Keys, *, groups: bool) -> None:
-    """Set the section ``env``.
-
-    Args:
-        keys: of the file.
-        groups: the algorithm is GRPO.
-
-    Raises:
-        ValueError: there is no such task; offers the nearest name.
-    """
+    """Set the section ``env``; ``groups``: the algorithm is GRPO. ValueError: no such task; has the nearest name."""
     kind = benchmark(keys)
     keys.account(f"{TRAIN}env_type", "env")
     {"robotwin": _read_robotwin, "maniskill": _read_maniskill}.get(kind, _read_suite)(keys, kind)
@@ -143,17 +131,17 @@ def _read_robotwin(keys: Keys, kind: str) -> None:
         keys.remark(NONE, [seeds], text)
     _read_randomization(keys)
     custom = f"{TRAIN}use_custom_reward"
-    wanted = keys.values.get(custom)
-    dense = "there is no dense reward; "
-    keys.remark(SAME if wanted else NONE, [custom], f"{'' if wanted else dense}rewards are of success alone")
+    if keys.values.get(custom):
+        keys.remark(SAME, [custom], "rewards are of success alone")
+    else:
+        keys.remark(NONE, [custom], "there is no dense reward; rewards are of success alone")
 
 
 def _read_randomization(keys: Keys) -> None:
     names = [f"{_TASK}domain_randomization.{name}" for name in _RANDOMIZATION]
     drawn = [keys.values.get(name) for name in names]
-    for config, expected in zip(
-        ("demo_clean", "demo_randomized"), zip(*_RANDOMIZATION.values(), strict=True), strict=True
-    ):
+    clean, randomized = zip(*_RANDOMIZATION.values(), strict=True)
+    for config, expected in (("demo_clean", clean), ("demo_randomized", randomized)):
         if drawn == list(expected):
             keys.settings["env.task_config"] = config
             for name in names:
@@ -163,9 +151,7 @@ def _read_randomization(keys: Keys) -> None:
 
 
 def _read_rewards(keys: Keys, kind: str, *, groups: bool) -> None:
-    coefficient, relative, penalty = (
-        f"{TRAIN}{name}" for name in ("reward_coef", "use_rel_reward", "use_step_penalty")
-    )
+    coefficient, relative, penalty = f"{TRAIN}reward_coef", f"{TRAIN}use_rel_reward", f"{TRAIN}use_step_penalty"
     if kind == "maniskill":
         keys.remark(NOTHING, [coefficient], "its ManiSkill reads no such key")
     elif groups:
@@ -188,9 +174,7 @@ def _read_rewards(keys: Keys, kind: str, *, groups: bool) -> None:
         keys.remark(NOTHING, [penalty], "read for LIBERO alone")
     elif keys.values.get(penalty) and keys.values.get(relative):
         keys.settings["env.step_penalty"] = 0.0
-        text = (
-            "with use_rel_reward RLinf pays the change of it: 1 in the first step of an episode and nothing afterwards"
-        )
-        keys.remark(NONE, [penalty], text)
+        text = "with use_rel_reward RLinf pays the change of it"
+        keys.remark(NONE, [penalty], f"{text}: 1 in the first step of an episode and nothing afterwards")
     else:
         keys.put("env.step_penalty", lambda: float(keys.flag(penalty, False)))

@@ -2,12 +2,17 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from vla_common.plain import read_yaml
 from vla_from_rlinf.reading import Configuration, unresolved
 
 T = TypeVar("T")
 DIFFERS, NONE, NOTHING, SAME, UNKNOWN = "differs", "no counterpart", "does nothing", "the same", "not known"
+_FEW = 3  # keys that a pattern stands for and that are printed one by one
+_UNKNOWN = "in none of RLinf's files for these benchmarks and models at commit a3816b596; look whether you need it"
 
 
 class Remark(NamedTuple):
@@ -49,8 +54,7 @@ class Keys:
     def get(self, key: str, default: Any = ...) -> Any:
         """Return the value of a key, or what RLinf takes where it is left out.
 
-        Raises:
-            ValueError: it is left out and RLinf has no default, or it is an interpolation that is not followed.
+        ValueError: it is left out and RLinf has no default, or it is an interpolation that is not followed.
         """
         if key in self.values:
             self._reading.append(key)
@@ -127,3 +131,17 @@ class Keys:
         """Note why keys are not translated, or not to the letter; those that the file does not have are left out."""
         if found := tuple(dict.fromkeys(key for key in keys if key in self.values)):
             self.remarks.append(Remark(kind, found, text, shown))
+
+    def account_for_the_rest(self) -> None:
+        """Say why nothing was made of the other keys: the first pattern of ``untranslated.yaml`` that fits counts."""
+        reasons = {"": (UNKNOWN, _UNKNOWN), **read_yaml(Path(__file__).with_name("untranslated.yaml"))}
+        remarked = {key for remark in self.remarks for key in remark.keys}
+        found: dict[str, list[str]] = {}
+        for key in self.values:
+            if key not in self.used and key not in remarked:
+                pattern = next((pattern for pattern in reasons if fnmatchcase(key, pattern)), "")
+                found.setdefault(pattern, []).append(key)
+        for pattern, of_pattern in found.items():
+            kind, text = reasons[pattern]
+            many = pattern.endswith("*") and len(of_pattern) > _FEW
+            self.remark(kind, of_pattern, text, f"{pattern} ({len(of_pattern)} keys)" if many else "")

@@ -11,12 +11,7 @@ _COMPUTE = "actor.fsdp_config.mixed_precision.param_dtype"
 
 
 def read_policy(keys: Keys, *, critic: bool) -> None:
-    """Set the section ``policy``, and what of ``sharding`` is about precision.
-
-    Args:
-        keys: of the file.
-        critic: the algorithm has one.
-    """
+    """Set the section ``policy``, and what of ``sharding`` is about precision; ``critic``: the algorithm has one."""
     family = keys.choice(f"{MODEL}model_type", FAMILIES)
     keys.account(f"{MODEL}model_type", "policy")
     keys.settings["policy.family"] = family
@@ -109,10 +104,8 @@ def _read_precision(keys: Keys, *, lora: bool) -> None:
     keys.put("policy.dtype", weights)
     keys.put("sharding.compute", computes)
     if keys.settings.get("sharding.compute") == "bf16" and not lora:
-        text = (
-            "RLinf steps weights in bfloat16, which rounds a step of 2e-5 away; here they are float32 and compute in it"
-        )
-        keys.remark(DIFFERS, [precision], text)
+        text = "RLinf steps weights in bfloat16, which rounds a step of 2e-5 away"
+        keys.remark(DIFFERS, [precision], f"{text}; here they are float32 and compute in it")
 
 
 def _read_flow(keys: Keys, *, critic: bool) -> None:

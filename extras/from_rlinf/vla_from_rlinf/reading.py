@@ -38,9 +38,8 @@ class Configuration:
 def read_configuration(path: Path) -> Configuration:
     """Read a file and the groups of its ``defaults``, which are looked for in its own folder.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no YAML, nothing that Hydra could read, or a group is missing.
+    FileNotFoundError: there is no such file. ValueError: it is no YAML, nothing that Hydra could read, or a group is
+    missing.
     """
     if not path.exists():
         raise FileNotFoundError(
@@ -50,11 +49,12 @@ def read_configuration(path: Path) -> Configuration:
     content = _load(path)
     defaults = content.pop("defaults", [])
     merged: dict[str, Any] = {}
-    itself_done = False
-    for entry in _entries(path, defaults):
+    entries = list(_entries(path, defaults))
+    if None not in entries:  # Hydra puts what stands in the file itself last
+        entries.append(None)
+    for entry in entries:
         if entry is None:
             _merge(merged, content)
-            itself_done = True
             continue
         group, package = entry
         file = path.parent / f"{group}.yaml"
@@ -68,12 +68,9 @@ def read_configuration(path: Path) -> Configuration:
             raise ValueError(
                 f"{file}: has defaults of its own, which RLinf's groups have not; write their values into it"
             )
-        nested: dict[str, Any] = inner
         for part in reversed(package.split(".")):
-            nested = {part: nested}
-        _merge(merged, nested)
-    if not itself_done:  # Hydra puts what stands in the file itself last
-        _merge(merged, content)
+            inner = {part: inner}
+        _merge(merged, inner)
     leaves = dict(_leaves(merged))
     refers: dict[str, set[str]] = {}
     values = {name: _followed(name, value, leaves, refers.setdefault(name, set())) for name, value in leaves.items()}

@@ -60,9 +60,8 @@ def read_optim(keys: Keys) -> None:
     betas = (f"{_OPTIM}adam_beta1", 0.9), (f"{_OPTIM}adam_beta2", 0.999)
     keys.put("optim.betas", lambda: [keys.number(*beta) for beta in betas])
     keys.put("optim.schedule", keys.choice, f"{_OPTIM}lr_scheduler", ("constant", "cosine"), "constant")
-    warmup, ratio, total = (
-        f"{_OPTIM}{name}" for name in ("lr_warmup_steps", "lr_warmup_steps_ratio", "total_training_steps")
-    )
+    warmup, ratio = f"{_OPTIM}lr_warmup_steps", f"{_OPTIM}lr_warmup_steps_ratio"
+    total = f"{_OPTIM}total_training_steps"
 
     def warmup_updates() -> int:
         number = keys.whole(warmup, -1, least=-1)
@@ -131,10 +130,10 @@ def read_processes(keys: Keys) -> None:
 
 def _read_placement(keys: Keys) -> None:
     begin = "cluster.component_placement."
-    where: dict[str, str] = {}
-    for key in (key for key in keys.values if key.startswith(begin)):
-        where.update({role.strip(): str(keys.values[key]) for role in key.removeprefix(begin).split(",")})
     placed = [key for key in keys.values if key.startswith(begin)]
+    where: dict[str, str] = {}
+    for key in placed:
+        where.update({role.strip(): str(keys.values[key]) for role in key.removeprefix(begin).split(",")})
     if len({where.get(role) for role in ("actor", "rollout", "env")}) == 1:
         text = "each process collects and learns, as here: torchrun --nproc-per-node 8 or launcher=slurm_8gpus"
         keys.remark(SAME, placed, text)

@@ -8,12 +8,11 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
-from hydra import compose, initialize_config_dir
-from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
-from vla_common.experiments import as_typed, find_experiments, search_packages
+from vla_algos.run.arguments import compose_settings
+from vla_common.experiments import as_typed, find_experiments
 from vla_envs import make_env, make_spec
 from vla_from_rlinf.keys import Keys
 from vla_policies.registry import get_policy_class
@@ -22,17 +21,8 @@ _FEWER = {"recipe", "policy.family"}  # are chosen, not typed
 
 
 def composed(recipe: str, typed: Sequence[str], conf: Path) -> dict[str, Any]:
-    """Compose the configuration of a recipe.
-
-    Args:
-        recipe: its name.
-        typed: what is typed after it.
-        conf: folder of the configuration.
-    """
-    search_packages()
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf), version_base=None):
-        found: Any = OmegaConf.to_container(compose(recipe, overrides=list(typed)), resolve=True)
+    """Compose the configuration of a recipe, with what is typed after it; ``conf`` is the folder of it."""
+    found: Any = OmegaConf.to_container(compose_settings(recipe, typed, conf), resolve=True)
     return found
 
 

@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from toy import ToyEnv, ToyPolicy
 
 import vla_algos.run.checkpoints as checkpoint_module
-import vla_algos.run.saving as saving_module
 import vla_policies.checkpoint.writing as writing
 from tests.storm import corruption
 from vla_algos.collectors import StepCollector
@@ -128,8 +127,7 @@ def test_any_plain_state_comes_back(tmp_path):
         "strided": torch.arange(12).reshape(3, 4).T[1:],
     }
     folder = save(tmp_path, 1, {}, state)
-    text, tensors = to_json(state)
-    assert from_json(text, lambda name, *_: tensors[name])["keys"] == state["keys"]
+    assert from_json(to_json(state)[0], "cpu")["keys"].keys() == state["keys"].keys()
     loaded = open_checkpoint(folder).of_process(0)
     assert repr(loaded) == repr(state)
     assert load(save(tmp_path, 2, state)).keys() == state.keys()
@@ -395,7 +393,7 @@ def held(monkeypatch):
             each()
         return write(*given, **named)
 
-    monkeypatch.setattr(saving_module, "save_checkpoint", slow)
+    monkeypatch.setattr(checkpoint_module, "save_checkpoint", slow)
     yield event, more
     event.set()
 

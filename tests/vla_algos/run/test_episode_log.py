@@ -7,7 +7,8 @@ import pytest
 import torch
 from toy import ToyEnv, ToyPolicy
 
-from vla_algos.run.evaluator import Evaluator, check_weights
+from vla_algos.run.ablated import check_weights
+from vla_algos.run.evaluator import Evaluator
 from vla_envs.workers.pool import SimulatorCrash
 
 EVALUATOR = Evaluator(trials=6, seed=1)

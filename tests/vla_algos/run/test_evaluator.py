@@ -8,8 +8,8 @@ import torch
 from openvla_checkpoint import make_checkpoint
 from toy import ToyPolicy, toy_suite
 
-from vla_algos.run.environments import at_temperature, check_evaluated, check_temperature, evaluated_env
-from vla_algos.run.evaluator import Evaluator
+from vla_algos.run.environments import check_evaluated, evaluated_env
+from vla_algos.run.evaluator import Evaluator, at_temperature, check_temperature
 from vla_policies import load_policy
 
 

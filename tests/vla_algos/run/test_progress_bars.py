@@ -8,7 +8,7 @@ from toy import ToyPolicy, toy_suite
 from tqdm import tqdm
 
 from vla_algos.run.evaluator import Evaluator
-from vla_algos.run.summary import show_iteration
+from vla_algos.run.logging import show_iteration
 from vla_common.keys import ACTION
 
 NAN = float("nan")
