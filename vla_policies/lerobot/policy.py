@@ -15,8 +15,7 @@ from vla_policies.flow.config import VLMFlowConfig
 from vla_policies.flow.heads import save_heads
 from vla_policies.flow.prefix import PrefixCache
 from vla_policies.flow.vlm import VLMFlowPolicy
-from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
-from vla_policies.lerobot.folder import LEROBOT, check_type
+from vla_policies.lerobot.checkpoint import LEROBOT, LeRobotCheckpoint, check_type
 from vla_policies.lerobot.prompts import LinePrompts
 from vla_policies.lerobot.statistics import NO_STATISTICS
 from vla_policies.processing.adapters import get_adapter, published_settings
@@ -67,16 +66,16 @@ class LeRobotPolicy(VLMFlowPolicy):
                 f"cameras: LeRobot's names of the cameras of {config.benchmark} are not known; set them, the "
                 "third-person camera first, such as cameras=[observation.images.image]"
             )
-        order = folder.folder.order_cameras(names, chosen=config.cameras is not None)
+        order = folder.order_cameras(names, chosen=config.cameras is not None)
         adapter = get_adapter(config.benchmark, LEROBOT)
         super().__init__(model, folder, config, adapter, horizon=folder.horizon, num_images=len(names))
         self.camera_order = order
         self.statistics = NO_STATISTICS
         if not config.new_statistics:
-            self.statistics = folder.folder.statistics()
+            self.statistics = folder.statistics()
             self.statistics.check(self.state_dim, self.action_dim)
-        longest = folder.folder.max_prompt_length if config.max_prompt_length is None else config.max_prompt_length
-        self.prompts = LinePrompts(folder.folder.tokenizer, longest)
+        longest = folder.max_prompt_length if config.max_prompt_length is None else config.max_prompt_length
+        self.prompts = LinePrompts(folder.tokenizer, longest)
 
     @classmethod
     def read_checkpoint(cls, folder: Path) -> Any:
@@ -91,7 +90,7 @@ class LeRobotPolicy(VLMFlowPolicy):
 
     def decision_sizes(self) -> tuple[int, int]:
         """Return how many images a decision has and how many actions are denoised, also of a policy without numbers."""
-        cameras = self.config.cameras or (self.folder.folder.cameras if self.folder else ())
+        cameras = self.config.cameras or (self.folder.cameras if self.folder else ())
         return len(cameras) or 1, self.folder.horizon if self.folder else _HORIZON
 
     @classmethod
@@ -143,4 +142,4 @@ class LeRobotPolicy(VLMFlowPolicy):
         """Replace the checkpoint's statistics, which have no ``name``."""
         found = summarise(self.adapter.to_model(actions)[step_mask]), summarise(states)
         self.folder, self.config = self.folder.with_statistics(*found), replace(self.config, new_statistics=False)
-        self.statistics = self.folder.folder.statistics()
+        self.statistics = self.folder.statistics()

@@ -30,26 +30,26 @@ class LeRobotPi0Checkpoint(LeRobotCheckpoint):
 
     def empty_model(self) -> tuple[Pi0Model, dict[str, Entry]]:
         # As LeRobot: names of the other kind, and a projection that pi0.5 has no use for.
-        pi05, time, other = self.folder.config["type"] == "pi05", "action_time_mlp_", "time_mlp_"
+        pi05, time, other = self.config["type"] == "pi05", "action_time_mlp_", "time_mlp_"
         if pi05:
             time, other = other, time
         entries = {
             f"{time}{key.removeprefix(other)}" if key.startswith(other) else key: entry
-            for key, entry in model_weights(self.folder.model_weights).items()
+            for key, entry in model_weights(self.model_weights).items()
             if not (pi05 and key.startswith("state_proj."))
         }
         shapes = {key: entry.shape for key, entry in entries.items()}
         with torch.device("meta"):
             return Pi0Model(Pi0ModelConfig.from_shapes(shapes, self.options.get(_VISION_HEADS))), entries
 
-    def write(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
+    def write(self, folder: str | Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
         """Write the token embeddings as the head that LeRobot asks for, and by their own name where they had it.
 
         LeRobot reads the one that comes last in the file.
         """
         stored = dict(weights)
         embeddings = stored.pop(EMBEDDINGS)
-        if EMBEDDINGS in self.folder.model_weights:
+        if EMBEDDINGS in self.model_weights:
             stored[EMBEDDINGS] = embeddings
         return super().write(folder, {**stored, LM_HEAD: embeddings}, options)
 

@@ -1,9 +1,9 @@
 """What is in a checkpoint folder of SmolVLA, in LeRobot's layout, and the same folder written again."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 
@@ -11,7 +11,7 @@ from vla_policies.checkpoint.layout import CONFIG
 from vla_policies.checkpoint.settings import read_options
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
-from vla_policies.lerobot.folder import LeRobotFolder, inside
+from vla_policies.lerobot.processors import inside
 from vla_policies.smolvla.model import VLM, SmolVLAModel, SmolVLAModelConfig
 
 FAMILY = "smolvla"
@@ -25,28 +25,29 @@ class SmolVLACheckpoint(LeRobotCheckpoint):
 
     kinds: ClassVar[Mapping[str, str]] = {FAMILY: STEP}
 
-    vlm: Mapping[str, Any]  # config.json of its VLM, empty for SmolVLM2-500M
+    vlm: Mapping[str, Any] = field(default_factory=dict)  # config.json of its VLM, empty for SmolVLM2-500M
 
     @classmethod
-    def read(cls, folder: str | Path) -> "SmolVLACheckpoint":
-        """Read a folder, or download ``hf:NAME`` first; errors of :meth:`LeRobotFolder.read`.
+    def read(cls, folder: str | Path) -> Self:
+        """Read a folder as :meth:`LeRobotCheckpoint.read` does.
 
         The ``config.json`` of a VLM other than SmolVLM2-500M is in a folder called ``vlm_model_name``, in this one.
         """
-        found = LeRobotFolder.read(folder, cls.kinds)
-        return cls(found, read_options(found.path / inside(found.config.get("vlm_model_name", FAMILY)), CONFIG))
+        found = super().read(folder)
+        place = found.path / inside(found.config.get("vlm_model_name", FAMILY))
+        return replace(found, vlm=read_options(place, CONFIG))
 
     def empty_model(self) -> tuple[SmolVLAModel, dict[str, Entry]]:
-        entries = self.folder.model_weights
+        entries = self.model_weights
         try:
             sizes = SmolVLAModelConfig.from_shapes({key: entry.shape for key, entry in entries.items()}, self.vlm)
         except ValueError as error:
-            name = self.folder.config.get("vlm_model_name", "VLM")
+            name = self.config.get("vlm_model_name", "VLM")
             raise ValueError(
                 f"{self.path}: {error}; put the config.json of {name} into {self.path / Path(name).name}, if it is "
                 "another VLM"
             ) from error
-        side, given = sizes.vision.image_size, self.folder.config.get("resize_imgs_with_padding")
+        side, given = sizes.vision.image_size, self.config.get("resize_imgs_with_padding")
         if given is not None and list(given) != [side, side]:
             raise ValueError(f"{self.path / CONFIG}: resize_imgs_with_padding is {given}, its VLM needs {[side, side]}")
         with torch.device("meta"):
@@ -54,4 +55,4 @@ class SmolVLACheckpoint(LeRobotCheckpoint):
 
     @property
     def other_files(self) -> dict[str, Any]:
-        return {f"{inside(self.folder.config['vlm_model_name'])}/{CONFIG}": self.vlm} if self.vlm else {}
+        return {f"{inside(self.config['vlm_model_name'])}/{CONFIG}": self.vlm} if self.vlm else {}

@@ -9,12 +9,12 @@ import torch
 
 from vla_policies.checkpoint.layout import CONFIG
 from vla_policies.checkpoint.settings import OPTIONS
-from vla_policies.lerobot.folder import ACTION, STATE, LeRobotFolder
+from vla_policies.lerobot.checkpoint import ACTION, STATE
 from vla_policies.lerobot.processors import make_processors
 from vla_policies.nn.gemma import GemmaConfig
 from vla_policies.nn.siglip import SiglipConfig
 from vla_policies.processing.prompts import make_bpe
-from vla_policies.smolvla.checkpoint import FAMILY, STEP, UNUSED
+from vla_policies.smolvla.checkpoint import FAMILY, STEP, UNUSED, SmolVLACheckpoint
 from vla_policies.smolvla.model import SmolVLAModel, SmolVLAModelConfig, stays_float32
 
 _VOCABULARY, _DIM = 2048, 32
@@ -78,8 +78,8 @@ def write_tiny(
     named = {"pad_token": _SPECIAL[-1], "tokenizer_class": "PreTrainedTokenizerFast"}
     files = {"tokenizer.json": _tokenizer(words), "tokenizer_config.json": named}
     texts = {name: (json.dumps(content) + "\n").encode() for name, content in files.items()}
-    whole = LeRobotFolder(folder, config, {}, make_processors(STEP, config, CONFIG), (found, found), texts, {})
-    whole.write(folder, weights, {}, {}, {})
+    whole = SmolVLACheckpoint(folder, config, {}, make_processors(STEP, config, CONFIG), (found, found), texts, {})
+    whole.write(folder, weights, {})
     (folder / OPTIONS).unlink()
 
 
