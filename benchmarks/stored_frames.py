@@ -47,8 +47,8 @@ from vla_policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
 from vla_policies.openvla.model import Prismatic
 from vla_policies.openvla.prompts import BOS, SPACE
 from vla_policies.pi0.checkpoint import Pi0Checkpoint
-from vla_policies.pi0.config import Pi0Config
 from vla_policies.pi0.model import Pi0Model
+from vla_policies.pi0.policy import Pi0Config
 from vla_policies.processing.images import resize_exact
 from vla_policies.processing.model_images import ModelImages
 

@@ -51,7 +51,7 @@ from vla_policies import SmallVLA, SmallVLAConfig, load_policy
 from vla_policies.checkpoint.lora import read_rank
 from vla_policies.checkpoint.weights import list_weights
 from vla_policies.processing.prompts import PromptTokens
-from vla_policies.smolvla.checkpoint import SmolVLACheckpoint
+from vla_policies.smolvla.policy import SmolVLACheckpoint
 from vla_policies.tiny import make_tiny
 
 SECRET = "nobodys-business"

@@ -12,7 +12,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from vla_common import keys
 from vla_policies.flow import steps as flow
 from vla_policies.flow.config import FlowConfig
-from vla_policies.flow.distribution import StepDistribution
+from vla_policies.flow.steps import StepDistribution
 from vla_policies.policy import VLAPolicy
 
 

@@ -16,10 +16,11 @@ from vla_common import keys
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.weights import Entry, check_weights
 from vla_policies.flow.config import VLMFlowConfig
-from vla_policies.flow.memory import PREFIX_ROWS
+from vla_policies.flow.memory import PREFIX_ROWS, decision_memory
 from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.prefix import PrefixCache
 from vla_policies.flow.steps import NOISE_WIDTHS, NoiseNetwork
+from vla_policies.memory import DecisionMemory
 from vla_policies.nn.value_head import make_value_layers
 from vla_policies.pretrained import PretrainedPolicy
 from vla_policies.processing.adapters import Adapter
@@ -49,10 +50,12 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     Attributes:
         vlm_name: in messages.
         expert_prefix: what names of the expert's layers begin with.
+        state_in_language: the language model reads the state, after images and prompt.
     """
 
     vlm_name: ClassVar[str]
     expert_prefix: ClassVar[str]
+    state_in_language: ClassVar[bool] = False
     head_names = ("value_head", "noise_network")
     lora_targets: ClassVar[tuple[str, ...]] = (
         *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj"),
@@ -63,6 +66,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     config: Any
     folder: Any
     prompts: PromptTokens
+    lists_states = False  # in prompts
     statistics: Any
     pooled_by: str | None = None  # without a value head that reads the prefix
 
@@ -103,8 +107,12 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     # ---- what a family says
 
     @abstractmethod
-    def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
-        """Read images and prompt; ``tokens`` int64 and ``valid`` bool are ``[N, L]``; ``output``: hidden states too."""
+    def pixels(self, tensordict: TensorDictBase) -> Tensor:
+        """Return the cameras as the network sees them: float32 ``[N, n, 3, h, w]`` from -1 to 1."""
+
+    @abstractmethod
+    def decision_sizes(self) -> tuple[int, int]:
+        """Return how many images a decision has and tokens the expert reads, also of a policy without numbers."""
 
     @classmethod
     @abstractmethod
@@ -114,6 +122,12 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     def value_widths(self) -> tuple[int, ...]:
         """Return the widths between, of the layers of a new value head."""
         return _VALUE_WIDTHS
+
+    def decision_memory(self) -> DecisionMemory:
+        images, tokens = self.decision_sizes()
+        return decision_memory(
+            self.model, self.config, self.prefix_is_frozen, images, tokens, state=self.state_in_language
+        )
 
     # ---- inspection
 
@@ -195,6 +209,14 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     def model_image_size(self) -> tuple[int, int]:
         return (self.model.config.vision.image_size,) * 2
 
+    def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
+        listed = None
+        if self.lists_states:
+            if states is None:
+                raise ValueError("prompts of pi0.5 list the state; pass states")
+            listed = self.statistics.normalize("state", self.adapter.joints.states(states))
+        return self.prompts(task_descriptions, listed).to(self.device)
+
     def _prefix(self, tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None]:
         """Return what :meth:`precompute` kept of images and prompt, or compute it; and what the value head reads."""
         if (stored := PrefixCache.from_entries(tensordict)) is not None:
@@ -204,7 +226,8 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         longest = int(valid.sum(1).max())
         read = (self.config.value_after_vlm if self.value_head is not None else None) or self.pooled_by
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.prefix_is_frozen):
-            prefix = self.compute_prefix(tensordict, tokens[:, :longest], valid[:, :longest], output=read is not None)
+            inputs = self.pixels(tensordict), tokens[:, :longest], valid[:, :longest]
+            prefix = self.model.prefix(*inputs, output=read is not None)
         return prefix, None if read is None else prefix.pool(read)
 
     @property

@@ -10,17 +10,17 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from vla_common import keys
+from vla_common.plain import parse_json
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.flow.config import VLMFlowConfig
 from vla_policies.flow.heads import save_heads
-from vla_policies.flow.prefix import PrefixCache
 from vla_policies.flow.vlm import VLMFlowPolicy
 from vla_policies.lerobot.checkpoint import LEROBOT, LeRobotCheckpoint, check_type
-from vla_policies.lerobot.prompts import LinePrompts
 from vla_policies.lerobot.statistics import NO_STATISTICS
 from vla_policies.processing.adapters import get_adapter, published_settings
 from vla_policies.processing.images import interpolate_with_pad
 from vla_policies.processing.normalization import summarise
+from vla_policies.processing.prompts import PromptTokens, read_tokenizer
 
 _HORIZON = 50  # of published checkpoints
 
@@ -89,7 +89,6 @@ class LeRobotPolicy(VLMFlowPolicy):
             return False
 
     def decision_sizes(self) -> tuple[int, int]:
-        """Return how many images a decision has and how many actions are denoised, also of a policy without numbers."""
         cameras = self.config.cameras or (self.folder.cameras if self.folder else ())
         return len(cameras) or 1, self.folder.horizon if self.folder else _HORIZON
 
@@ -103,14 +102,7 @@ class LeRobotPolicy(VLMFlowPolicy):
 
     # ---- observations
 
-    def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
-        return self.prompts(task_descriptions).to(self.device)
-
-    def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
-        return self.model.prefix(self.pixels(tensordict), tokens, valid, output=output)
-
     def pixels(self, tensordict: TensorDictBase) -> Tensor:
-        """Return the cameras as the network sees them: float32 ``[N, n, 3, h, w]`` from -1 to 1."""
         images = tensordict.get(keys.MODEL_IMAGES, None)
         if keys.IMAGES in tensordict:
             images = self.kept_images(self.cameras(tensordict))
@@ -123,7 +115,7 @@ class LeRobotPolicy(VLMFlowPolicy):
 
     def cameras(self, tensordict: TensorDictBase) -> list[Tensor]:
         """Return the cameras in the order of the checkpoint's, see :class:`ModelImages`."""
-        cameras = self.adapter.cameras(tensordict, self.num_images)
+        cameras = super().cameras(tensordict)
         return [cameras[index] for index in self.camera_order]
 
     def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:
@@ -143,3 +135,22 @@ class LeRobotPolicy(VLMFlowPolicy):
         found = summarise(self.adapter.to_model(actions)[step_mask]), summarise(states)
         self.folder, self.config = self.folder.with_statistics(*found), replace(self.config, new_statistics=False)
         self.statistics = self.folder.statistics()
+
+
+class LinePrompts(PromptTokens):
+    """Instructions, each ended by a line break or with the state (pi0.5), to at most ``max_length`` tokens.
+
+    ``files`` are those of a tokenizer's folder, ``tokenizer.json`` and ``tokenizer_config.json``, else ValueError.
+    """
+
+    def __init__(self, files: Mapping[str, bytes], max_length: int):
+        self._tokenizer = read_tokenizer(files["tokenizer.json"], "tokenizer.json")
+        named = parse_json(files.get("tokenizer_config.json", b"{}")).get("pad_token")
+        text = named.get("content") if isinstance(named, dict) else named
+        padding = None if text is None else self._tokenizer.token_to_id(text)
+        if padding is None:
+            raise ValueError(f"tokenizer_config.json names no pad_token of the tokenizer ({text!r}); copy it again")
+        super().__init__(max_length, int(padding))
+
+    def tokenize(self, text: str, listed: bool = False) -> list[int]:
+        return self._tokenizer.encode(text if listed or text.endswith("\n") else f"{text}\n").ids

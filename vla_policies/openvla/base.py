@@ -183,9 +183,6 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
     def model_image_size(self) -> tuple[int, int]:
         return self.preprocessor.size
 
-    def cameras(self, tensordict: TensorDictBase) -> list[Tensor]:
-        return self.adapter.cameras(tensordict, self.num_images)
-
     def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:
         return self.preprocessor.resize(cameras)
 

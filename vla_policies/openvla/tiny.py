@@ -13,9 +13,9 @@ from vla_policies.checkpoint.writing import write_pickled, write_safetensors
 from vla_policies.nn.blocks import Mlp
 from vla_policies.nn.dino_siglip_config import TransformerConfig, VisionConfig
 from vla_policies.nn.llama import LlamaConfig
-from vla_policies.openvla.heads import L1Head, ProprioProjector
 from vla_policies.openvla.inspection import ACTION_DIM, PROPRIO_DIM
 from vla_policies.openvla.model import BOS, STOP, Prismatic, PrismaticConfig
+from vla_policies.openvla.oft import L1Head, ProprioProjector
 from vla_policies.openvla.prompts import PAD, SPACE
 from vla_policies.processing.prompts import make_bpe
 

@@ -16,9 +16,8 @@ from vla_policies.lerobot.policy import LeRobotConfig
 from vla_policies.lerobot.processors import LARGEST, make_processors
 from vla_policies.lerobot.statistics import MEAN_STD, to_tensors
 from vla_policies.pi0.checkpoint import TOKENIZERS, UNUSED, Pi0Checkpoint
-from vla_policies.pi0.config import Pi0Config
 from vla_policies.pi0.lerobot import LeRobotPi0, LeRobotPi0Checkpoint
-from vla_policies.pi0.policy import Pi0
+from vla_policies.pi0.policy import Pi0, Pi0Config
 from vla_policies.pi0.presets import list_presets
 from vla_policies.policy import VLAPolicy
 from vla_policies.processing.adapters import published_settings

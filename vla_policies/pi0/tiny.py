@@ -13,7 +13,7 @@ from vla_policies.nn.gemma import GemmaConfig
 from vla_policies.nn.siglip import SiglipConfig
 from vla_policies.pi0.checkpoint import EMBEDDINGS, LM_HEAD, TOKENIZERS, UNUSED
 from vla_policies.pi0.model import Pi0Model, Pi0ModelConfig, stays_float32
-from vla_policies.pi0.prompts import BOS, PAD
+from vla_policies.pi0.policy import BOS, PAD
 
 _VISION = SiglipConfig(width=72, depth=2, heads=1, mlp_dim=96)  # 72 numbers a head, as all published ones have
 _VOCABULARY, _DIM = 1024, 32  # numbers of a padded action or state, enough for every benchmark

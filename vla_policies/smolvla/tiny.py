@@ -14,8 +14,8 @@ from vla_policies.lerobot.processors import make_processors
 from vla_policies.nn.gemma import GemmaConfig
 from vla_policies.nn.siglip import SiglipConfig
 from vla_policies.processing.prompts import make_bpe
-from vla_policies.smolvla.checkpoint import FAMILY, STEP, UNUSED, SmolVLACheckpoint
 from vla_policies.smolvla.model import SmolVLAModel, SmolVLAModelConfig, stays_float32
+from vla_policies.smolvla.policy import FAMILY, STEP, UNUSED, SmolVLACheckpoint
 
 _VOCABULARY, _DIM = 2048, 32
 TINY = SmolVLAModelConfig(
