@@ -221,13 +221,7 @@ class PolicyMemory:
         self.frozen_activations = cache(self.decision.frozen_activations)
 
     def gigabytes(
-        self,
-        plan: MemoryPlan,
-        *,
-        checkpointing: bool = True,
-        decisions: int = 1,
-        num_envs: int = 1,
-        keeps: bool = True,
+        self, plan: MemoryPlan, *, checkpointing: bool = True, decisions: int = 1, num_envs: int = 1, keeps: bool = True
     ) -> tuple[float, float]:
         """Return GB in an update and in a rollout.
 
