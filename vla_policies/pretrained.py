@@ -28,7 +28,7 @@ from vla_policies.checkpoint.lora import (
 )
 from vla_policies.checkpoint.parts import check_finite, in_first
 from vla_policies.checkpoint.settings import as_tuples, check_unchanged, defaults_of, saved_dtype
-from vla_policies.checkpoint.weights import Entry, cast, check_weights, load_weights, plain_names
+from vla_policies.checkpoint.weights import Entry, cast, load_weights, plain_names
 from vla_policies.policy import Sharding, VLAPolicy, given_shard
 from vla_policies.sharding import place, storage_device
 
@@ -169,7 +169,7 @@ class PretrainedPolicy(VLAPolicy):
             lora_adapter = stored_adapter(path, checkpoint.options)
         adapter = {} if lora_adapter is None else put_adapter(policy, lora_adapter)
         entries = policy.check_heads(entries)
-        check_weights(model, entries, unused=policy.unused)
+        load_weights(model, entries, unused=policy.unused, check=True)
         if shard is not None:
             shard(policy)
         kept_on = storage_device(policy, device)

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributions import Normal, constraints
 
 from vla_common import keys
-from vla_policies.processing.sampling import SET_KEYS, check_shape
+from vla_policies.processing.action_tokens import SET_KEYS, check_shape
 
 _SHORTEST_PERIOD, _LONGEST_PERIOD = 4e-3, 4.0  # of the embedding of time
 NOISE_WIDTHS = (128, 64)  # of the layers of the noise network: RLinf's

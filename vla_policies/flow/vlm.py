@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from vla_common import keys
 from vla_policies.checkpoint.report import Report
-from vla_policies.checkpoint.weights import Entry, check_weights
+from vla_policies.checkpoint.weights import Entry, load_weights
 from vla_policies.flow.config import VLMFlowConfig
 from vla_policies.flow.memory import PREFIX_ROWS, decision_memory
 from vla_policies.flow.policy import FlowPolicy
@@ -26,7 +26,7 @@ from vla_policies.pretrained import PretrainedPolicy
 from vla_policies.processing.adapters import Adapter
 from vla_policies.processing.model_images import CAMERAS, ModelImages
 from vla_policies.processing.prompts import PromptTokens
-from vla_policies.sharding import ShardGroup, compute_device
+from vla_policies.sharding import ShardGroup
 
 _VALUE_WIDTHS = (512, 256, 128)  # of the value head's layers: RLinf's
 
@@ -140,7 +140,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
             checkpoint.check_statistics()
             model, entries = checkpoint.empty_model()
             unused = cast(Callable[[str], bool], cls.unused)  # which needs no policy
-            check_weights(model, entries, unused=unused, what=str(folder))
+            load_weights(model, entries, unused=unused, what=str(folder), check=True)
         except (FileNotFoundError, ValueError) as error:
             report.missing.append(str(error))
         return report
@@ -187,10 +187,6 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     def freeze(self) -> None:
         if self.config.train_expert_only:
             self.model.vlm.requires_grad_(False)
-
-    @property
-    def device(self) -> torch.device:
-        return compute_device(self.model.action_in_proj.weight)
 
     def lora_layers(self, targets: Sequence[str]) -> list[str]:
         names = super().lora_layers(targets)

@@ -18,21 +18,24 @@ from vla_policies.checkpoint.settings import SettingError
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.memory import DecisionMemory
 from vla_policies.nn.value_head import ValueHead
-from vla_policies.openvla.checkpoint import OpenVLACheckpoint, family_of, save_heads
+from vla_policies.openvla.checkpoint import OpenVLACheckpoint, Prompts, family_of, save_heads
 from vla_policies.openvla.config import OpenVLAConfig
 from vla_policies.openvla.film import FILE as FILM_FILE
 from vla_policies.openvla.film import Adapted, find_adapted, write_film
 from vla_policies.openvla.inspection import decision_memory, describe_checkpoint, make_meta_model
 from vla_policies.openvla.model import VALUE_HEAD, Prismatic
-from vla_policies.openvla.prompts import Prompts
 from vla_policies.pretrained import PretrainedPolicy
-from vla_policies.processing.action_tokens import ActionTokens
+from vla_policies.processing.action_tokens import (
+    ActionTokens,
+    TokenDistribution,
+    action_distribution,
+    soft_cross_entropy,
+)
 from vla_policies.processing.adapters import get_adapter, published_settings
 from vla_policies.processing.images import ImagePreprocessor
 from vla_policies.processing.model_images import ModelImages
 from vla_policies.processing.normalization import ACTION, PROPRIO, ActionStatistics, summarise
-from vla_policies.processing.sampling import TokenDistribution, action_distribution, soft_cross_entropy
-from vla_policies.sharding import ShardGroup, compute_device
+from vla_policies.sharding import ShardGroup
 
 _VISION = ("proj", "qkv", "fc1", "fc2")
 _PROJECTOR = ("fc1", "fc2", "fc3")
@@ -210,10 +213,6 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
         return self.prompts(task_descriptions).to(self.device)
-
-    @property
-    def device(self) -> torch.device:
-        return compute_device(self.model.language_model.model.norm.weight)
 
     def distribution(self, logits: Tensor, chosen: Tensor | None = None) -> TokenDistribution:
         """Return the distribution of tokens of logits ``[..., 256]``; ``chosen`` ``[...]`` were drawn earlier."""

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 
 from vla_common.tensor_files import load_tensors
-from vla_policies.checkpoint.parts import in_first
+from vla_policies.checkpoint.parts import in_first, write_pickled
 from vla_policies.checkpoint.weights import Entry, Loaded
-from vla_policies.checkpoint.writing import write_pickled
-from vla_policies.nn.dino_siglip_config import PREFIX
+from vla_policies.nn.dino_siglip import PREFIX
 
 FILE = "vision_backbone--latest_checkpoint.pt"
 _OUR_BLOCK = re.compile(r"\.blocks\.(\d+)\.(?!scale\.|shift\.)")

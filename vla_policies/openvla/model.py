@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vla_policies.nn.dino_siglip import DualVisionBackbone
-from vla_policies.nn.dino_siglip_config import VisionConfig
+from vla_policies.nn.dino_siglip import DualVisionBackbone, VisionConfig
 from vla_policies.nn.llama import Llama, LlamaConfig
 from vla_policies.nn.rotary import positions_of
 
@@ -84,7 +83,7 @@ class Prismatic(nn.Module):
         begin = self.language_model.embed(torch.full_like(text[:, :1], BOS))
         words = self.language_model.embed(text)
         language = None
-        if self.config.vision.film_dim is not None:
+        if self.config.vision.featurizer.film_dim is not None:
             spoken = [begin, words * text_valid.unsqueeze(-1)]
             if stop:
                 spoken.append(self.language_model.embed(torch.full_like(text[:, :1], STOP)))

@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import nn
 
+from vla_policies.checkpoint.parts import write_pickled
 from vla_policies.checkpoint.weights import write_folder
-from vla_policies.checkpoint.writing import write_pickled
 from vla_policies.nn.blocks import Mlp
-from vla_policies.nn.dino_siglip_config import TransformerConfig, VisionConfig
+from vla_policies.nn.dino_siglip import TransformerConfig, VisionConfig
 from vla_policies.nn.llama import LlamaConfig
+from vla_policies.openvla.checkpoint import PAD, SPACE
 from vla_policies.openvla.inspection import ACTION_DIM, PROPRIO_DIM
 from vla_policies.openvla.model import BOS, STOP, Prismatic, PrismaticConfig
 from vla_policies.openvla.oft import L1Head, ProprioProjector
-from vla_policies.openvla.prompts import PAD, SPACE
 from vla_policies.processing.prompts import make_bpe
 
 _WIDTH, _MLP, _HEADS = 32, 64, 16  # as many heads as the names of the published vision models stand for

@@ -31,7 +31,7 @@ from vla_policies.checkpoint.weights import (
     save_weights,
 )
 from vla_policies.cli import main
-from vla_policies.nn.dino_siglip_config import VisionConfig, heads_of
+from vla_policies.nn.dino_siglip import VisionConfig, heads_of
 from vla_policies.nn.llama import LlamaConfig
 from vla_policies.openvla.checkpoint import OpenVLACheckpoint
 from vla_policies.openvla.model import Prismatic, PrismaticConfig

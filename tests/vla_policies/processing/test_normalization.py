@@ -8,7 +8,8 @@ import torch
 from closeness import assert_near
 from openvla_checkpoint import GOLDEN, golden
 
-from vla_policies.openvla.prompts import BOS, PAD, SPACE, Prompts
+from vla_policies.openvla.checkpoint import PAD, SPACE, Prompts
+from vla_policies.openvla.model import BOS
 from vla_policies.processing.action_tokens import ActionTokens
 from vla_policies.processing.normalization import ActionStatistics, select_statistics
 
