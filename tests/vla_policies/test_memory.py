@@ -195,8 +195,7 @@ def test_activations_are_near_those_that_torch_keeps(folders, monkeypatch, polic
     """
     policy = load(policy_class, folders / name, given, settings)
     batch = policy.precompute(policy(make_example("libero")))
-    padding = policy.model.config.pad_token if name in ("openvla", "value", "oft") else policy.prompts.padding
-    length = int((batch["prompt_tokens"] != padding).sum())
+    length = int((batch["prompt_tokens"] != policy.prompts.padding).sum())
     for module in ("openvla.inspection", "flow.memory"):
         monkeypatch.setattr(f"vla_policies.{module}.PROMPT_LENGTH", length)
     seen = {parameter.untyped_storage()._cdata for parameter in policy.parameters()}

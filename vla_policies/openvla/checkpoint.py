@@ -24,11 +24,11 @@ from vla_policies.checkpoint.weights import Entry, list_weights, load_head, load
 from vla_policies.nn.dino_siglip import VisionConfig, heads_of
 from vla_policies.nn.llama import LlamaConfig
 from vla_policies.openvla.film import read_film, remove
-from vla_policies.openvla.model import BOS, VALUE_HEAD, Prismatic, PrismaticConfig
+from vla_policies.openvla.model import BOS, PAD, VALUE_HEAD, Prismatic, PrismaticConfig
 from vla_policies.processing.prompts import PromptTokens, read_tokenizer
 
 FAMILIES = ("openvla", "openvla_oft")
-PAD, SPACE = 32000, 29871  # token ids of Llama-2, with the padding that OpenVLA adds
+SPACE = 29871  # token id of Llama-2
 _TEMPLATE = "In: What action should the robot take to {instruction}?\nOut: "
 _STATISTICS = "dataset_statistics.json"
 _PARTS = {"action_head": "action_head--*", "proprio_projector": "proprio_projector--*", "film": "vision_backbone--*"}

@@ -64,12 +64,8 @@ def read_film(file: Path) -> dict[str, Entry]:
         ours, lora = _THEIR_BLOCK.sub(r".blocks.\1.", name).replace(_BASE, "."), None
         layer = name.partition(_BASE)[0]
         if name.endswith(f"{_BASE}weight") and f"{layer}{_LORA_A}" in stored:
-            lora = stored[f"{layer}{_LORA_A}"], stored.get(f"{layer}{_LORA_B}", tensor.new_empty(0, 0))
-            if (
-                not len(lora[0])
-                or tensor.shape != (len(lora[1]), lora[0].shape[-1])
-                or lora[1].shape[1:] != lora[0].shape[:1]
-            ):
+            lora = down, up = stored[f"{layer}{_LORA_A}"], stored.get(f"{layer}{_LORA_B}", tensor.new_empty(0, 0))
+            if not len(down) or tensor.shape != (len(up), down.shape[-1]) or up.shape[1:] != down.shape[:1]:
                 raise ValueError(f"{file} has an adapter that does not fit its layer, {layer}; copy it again")
         entries[ours] = _Merged(file, name, tuple(tensor.shape), tensor.dtype, tensor, lora)
     return entries

@@ -12,9 +12,9 @@ from vla_policies.checkpoint.weights import write_folder
 from vla_policies.nn.blocks import Mlp
 from vla_policies.nn.dino_siglip import TransformerConfig, VisionConfig
 from vla_policies.nn.llama import LlamaConfig
-from vla_policies.openvla.checkpoint import PAD, SPACE
+from vla_policies.openvla.checkpoint import SPACE
 from vla_policies.openvla.inspection import ACTION_DIM, PROPRIO_DIM
-from vla_policies.openvla.model import BOS, STOP, Prismatic, PrismaticConfig
+from vla_policies.openvla.model import BOS, PAD, STOP, Prismatic, PrismaticConfig
 from vla_policies.openvla.oft import L1Head, ProprioProjector
 from vla_policies.processing.prompts import make_bpe
 

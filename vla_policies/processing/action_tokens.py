@@ -53,7 +53,6 @@ class ActionTokens:
     "OpenVLA", section 3.2. Not a module: converting a policy to bfloat16 must not round the centres.
     """
 
-    first_id = 31744
     num_tokens = 256
 
     def __init__(self) -> None:

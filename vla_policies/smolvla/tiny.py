@@ -53,15 +53,11 @@ def write_tiny(
     model = SmolVLAModel(sizes)
     tensors = {**model.state_dict(), f"{UNUSED}weight": torch.randn(_VOCABULARY, sizes.language.width)}
     weights = {name: each if stays_float32(name) else each.to(torch.bfloat16) for name, each in tensors.items()}
-    features = {
-        **{name: {"type": "VISUAL", "shape": [3, 256, 256]} for name in cameras},
-        STATE: {"type": "STATE", "shape": [state_dim]},
-        ACTION: {"type": "ACTION", "shape": [action_dim]},
-    }
+    seen: dict[str, Any] = {name: {"type": "VISUAL", "shape": [3, 256, 256]} for name in cameras}
     config = {
         "type": FAMILY,
-        "input_features": {name: feature for name, feature in features.items() if name != ACTION},
-        "output_features": {ACTION: features[ACTION]},
+        "input_features": {**seen, STATE: {"type": "STATE", "shape": [state_dim]}},
+        "output_features": {ACTION: {"type": "ACTION", "shape": [action_dim]}},
         "chunk_size": 10,
         "n_action_steps": 5,
         "normalization_mapping": _NORMALIZATION,
