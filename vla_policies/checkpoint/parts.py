@@ -119,9 +119,7 @@ def in_first(tensors: Iterable[Tensor], write: Callable[[], object], rest: Itera
 
 def check_finite(tensors: Mapping[str, Tensor], what: str) -> None:
     """Refuse weights that are not finite, in all processes if one has them: ValueError with the names."""
-    broken = not_finite(
-        {key: tensor.to_local() if isinstance(tensor, DTensor) else tensor for key, tensor in tensors.items()}
-    )
+    broken = not_finite({key: each.to_local() if isinstance(each, DTensor) else each for key, each in tensors.items()})
     if (mesh := _mesh(tensors.values())) is not None:
         broken = _all_gather(mesh, broken)
     if broken:

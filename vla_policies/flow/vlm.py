@@ -50,12 +50,12 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     Attributes:
         vlm_name: in messages.
         expert_prefix: what names of the expert's layers begin with.
-        state_in_language: the language model reads the state, after images and prompt.
+        reads_state: the language model reads the state, after images and prompt.
     """
 
     vlm_name: ClassVar[str]
     expert_prefix: ClassVar[str]
-    state_in_language: ClassVar[bool] = False
+    reads_state: ClassVar[bool] = False
     head_names = ("value_head", "noise_network")
     lora_targets: ClassVar[tuple[str, ...]] = (
         *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj"),
@@ -125,9 +125,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
 
     def decision_memory(self) -> DecisionMemory:
         images, tokens = self.decision_sizes()
-        return decision_memory(
-            self.model, self.config, self.prefix_is_frozen, images, tokens, state=self.state_in_language
-        )
+        return decision_memory(self.model, self.config, self.prefix_is_frozen, images, tokens, state=self.reads_state)
 
     # ---- inspection
 

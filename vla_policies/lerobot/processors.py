@@ -33,9 +33,7 @@ def _check_steps(file: Path, content: Mapping[str, Any], kind: str, own: str) ->
     if unknown := [name for name in names if name not in known]:
         raise ValueError(f"{file} has a step {unknown[0]!r}, which is not of {kind} as known here; copy its own")
     if any(step.get("config", {}).get("enabled") for step in steps if step["registry_name"] in _RELATIVE):
-        raise ValueError(
-            f"{file} makes actions relative to the state, which is not supported; train with absolute ones"
-        )
+        raise ValueError(f"{file} makes actions relative to the state, which is not supported; train on absolute ones")
 
 
 def make_processors(own: str, config: Mapping[str, Any], what: str, tokenizer: str = "tokenizer") -> list[Any]:

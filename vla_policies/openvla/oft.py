@@ -115,9 +115,7 @@ class OpenVLAOFT(PrismaticPolicy):
 
     def _logits(self, states: Tensor) -> Tensor:
         if self.action_head is not None:
-            raise ValueError(
-                "the L1 head has no log-probability; clone with the recipe sft, or set head='tokens' for PPO, GRPO"
-            )
+            raise ValueError("the L1 head has no log-probability; take the recipe sft, or head='tokens' for PPO, GRPO")
         return super()._logits(states)
 
 

@@ -60,9 +60,7 @@ class Pi0(VLMFlowPolicy):
 
     family: ClassVar[str] = FAMILY
     config_class: ClassVar[type[Pi0Config]] = Pi0Config
-    checkpoint_settings: ClassVar[tuple[str, ...]] = (
-        *("config_name", "adapt_to_pi", "num_images_in_input", "action_horizon"),
-    )
+    checkpoint_settings = ("config_name", "adapt_to_pi", "num_images_in_input", "action_horizon")
     needed_settings: ClassVar[Mapping[str, str]] = {"benchmark": "libero", "config_name": "pi05_libero"}
     vlm_name, expert_prefix = "PaliGemma", EXPERT
 

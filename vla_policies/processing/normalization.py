@@ -147,6 +147,4 @@ def check_order(low: Sequence[float], high: Sequence[float], what: str, names: S
     """Refuse bounds of which the lower is the higher (equal: never moved), by a ValueError on ``what``."""
     inverted = [index for index, (one, other) in enumerate(zip(low, high, strict=False)) if one > other]
     if inverted:
-        raise ValueError(
-            f"{what} are inverted in dimensions {inverted}: {names[0]} > {names[1]}; copy the statistics again"
-        )
+        raise ValueError(f"{what} are inverted in dimensions {inverted}: {names[0]} > {names[1]}; copy them again")

@@ -142,9 +142,7 @@ class RemotePolicy(VLAPolicy):
         answers = self.connections.ask(asked, begins)
         shapes = {answer.shape for answer in answers.values()}
         if len(shapes) > 1:
-            raise ValueError(
-                f"the policy server at {self.config.url} answers with {sorted(shapes)}, of several lengths"
-            )
+            raise ValueError(f"the policy server at {self.config.url} answers with {sorted(shapes)}, several lengths")
         nothing = np.zeros(next(iter(shapes), (self.chunk_size, self.action_dim)), np.float32)
         return np.stack([answers.get(episode, nothing) for episode in episodes])
 

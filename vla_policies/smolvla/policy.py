@@ -74,7 +74,7 @@ class SmolVLA(LeRobotPolicy):
     """
 
     family: ClassVar[str] = FAMILY
-    vlm_name, expert_prefix, state_in_language, centred = "the VLM", EXPERT, True, False
+    vlm_name, expert_prefix, reads_state, centred = "the VLM", EXPERT, True, False
 
     model: SmolVLAModel
     folder: SmolVLACheckpoint
