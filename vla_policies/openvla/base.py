@@ -25,12 +25,7 @@ from vla_policies.openvla.film import Adapted, find_adapted, write_film
 from vla_policies.openvla.inspection import decision_memory, describe_checkpoint, make_meta_model
 from vla_policies.openvla.model import VALUE_HEAD, Prismatic
 from vla_policies.pretrained import PretrainedPolicy
-from vla_policies.processing.action_tokens import (
-    ActionTokens,
-    TokenDistribution,
-    action_distribution,
-    soft_cross_entropy,
-)
+from vla_policies.processing.action_tokens import ActionTokens, TokenDistribution, soft_cross_entropy
 from vla_policies.processing.adapters import get_adapter, published_settings
 from vla_policies.processing.images import ImagePreprocessor
 from vla_policies.processing.model_images import ModelImages
@@ -216,7 +211,7 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
 
     def distribution(self, logits: Tensor, chosen: Tensor | None = None) -> TokenDistribution:
         """Return the distribution of tokens of logits ``[..., 256]``; ``chosen`` ``[...]`` were drawn earlier."""
-        return action_distribution(logits, self.config.temperature, self.config.top_k, chosen)
+        return TokenDistribution.of(logits, self.config.temperature, self.config.top_k, chosen)
 
     def value(self, state: Tensor) -> Tensor | None:
         """Return values ``[N, num_values]`` of hidden states ``[N, hidden]`` of the last prompt token."""

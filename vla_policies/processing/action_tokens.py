@@ -5,6 +5,7 @@ is a number like any other: distributions of the library refuse it.
 """
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import torch
@@ -75,6 +76,21 @@ class ActionTokens:
 class TokenDistribution(Categorical):
     """Of action tokens ``[N, C, A]``."""
 
+    @classmethod
+    def of(cls, logits: Tensor, temperature: float, top_k: int, chosen: Tensor | None = None) -> Self:
+        """Build the distribution of action tokens of logits float32 ``[..., 256]``, which ``temperature`` divides.
+
+        Only the ``top_k`` likeliest may be drawn (ties included; 0: all). ``chosen`` int64 ``[...]``, drawn earlier,
+        stay in, so that their log-probability remains finite and keeps its gradient when the policy has changed.
+        """
+        logits = logits / temperature
+        if top_k:
+            dropped = logits < logits.topk(top_k, dim=-1).values[..., -1:]
+            if chosen is not None:
+                dropped = dropped.scatter(-1, chosen.unsqueeze(-1), False)
+            logits = logits.masked_fill(dropped, -torch.inf)
+        return cls(logits=logits, validate_args=False)
+
     def log_prob(self, value: Tensor) -> Tensor:
         """Return log-probabilities of tokens; ValueError for actions, or tokens of another shape."""
         if value.is_floating_point():
@@ -84,23 +100,6 @@ class TokenDistribution(Categorical):
             )
         check_shape(value, self.batch_shape)
         return super().log_prob(value)
-
-
-def action_distribution(
-    logits: Tensor, temperature: float, top_k: int, chosen: Tensor | None = None
-) -> TokenDistribution:
-    """Build the distribution of action tokens of logits float32 ``[..., 256]``, which ``temperature`` divides.
-
-    Only the ``top_k`` likeliest may be drawn (ties included; 0: all). ``chosen`` int64 ``[...]``, drawn earlier, stay
-    in, so that their log-probability remains finite and keeps its gradient when the policy has changed.
-    """
-    logits = logits / temperature
-    if top_k:
-        dropped = logits < logits.topk(top_k, dim=-1).values[..., -1:]
-        if chosen is not None:
-            dropped = dropped.scatter(-1, chosen.unsqueeze(-1), False)
-        logits = logits.masked_fill(dropped, -torch.inf)
-    return TokenDistribution(logits=logits, validate_args=False)
 
 
 def soft_cross_entropy(log_prob: Tensor, target: Tensor, sigma: float) -> Tensor:
