@@ -26,18 +26,7 @@ from vla_policies.checkpoint.report import NOT_SAID, describe_weights
 from vla_policies.checkpoint.settings import OPTIONS, read_options
 from vla_policies.checkpoint.weights import Entry, has_weights, list_weights, write_folder
 from vla_policies.flow.heads import StoredHeads
-from vla_policies.lerobot.processors import (
-    NORMALIZERS,
-    PROCESSORS,
-    RENAME,
-    TOKENIZER,
-    find_step,
-    make_processors,
-    read_processors,
-    read_tokenizer_files,
-    state_file,
-    tokenizer_folder,
-)
+from vla_policies.lerobot import processors as steps
 from vla_policies.lerobot.statistics import FeatureStatistics, LeRobotStatistics, to_tensors
 
 LEROBOT = "lerobot"  # in a benchmark's schema: how its policies act there
@@ -73,7 +62,7 @@ class LeRobotCheckpoint:
     path: Path  # of hf:NAME, its local copy
     config: Mapping[str, Any]  # config.json
     options: Mapping[str, Any]  # what the policy that was saved here was set to
-    processors: Sequence[Mapping[str, Any]]  # before and after the network, as in PROCESSORS
+    processors: Sequence[Mapping[str, Any]]  # before and after the network, as in steps.PROCESSORS
     tensors: Sequence[Mapping[str, Tensor]]  # statistics of their steps that normalise
     tokenizer: Mapping[str, bytes] = field(repr=False)  # files by name
     weights: Mapping[str, Entry] = field(repr=False)  # every tensor by name; headers only
@@ -102,13 +91,13 @@ class LeRobotCheckpoint:
             )
         entries = list_weights(path)
         weights = {key: entry for key, entry in entries.items() if not key.startswith(_BUFFERS)}
-        if len(weights) < len(entries) and not (path / PROCESSORS[0]).is_file():
+        if len(weights) < len(entries) and not (path / steps.PROCESSORS[0]).is_file():
             name = config.get("vlm_model_name", _PALIGEMMA)
-            processors = make_processors(own, config, str(path / CONFIG), name)
+            processors = steps.make_processors(own, config, str(path / CONFIG), name)
             tensors = 2 * [_read_buffers(entries)]
         else:
-            processors, tensors = read_processors(path, kind, own)
-        tokenizer = read_tokenizer_files(path, find_step(processors[0], TOKENIZER))
+            processors, tensors = steps.read_processors(path, kind, own)
+        tokenizer = steps.read_tokenizer_files(path, steps.find_step(processors[0], steps.TOKENIZER))
         return cls(path, config, options, processors, tensors, tokenizer, weights)
 
     @property
@@ -119,16 +108,16 @@ class LeRobotCheckpoint:
     @property
     def max_prompt_length(self) -> int:
         """Tokens of the longest prompt."""
-        step = find_step(self.processors[0], TOKENIZER)
+        step = steps.find_step(self.processors[0], steps.TOKENIZER)
         return int(step.get("config", {}).get("max_length") or self.config.get("tokenizer_max_length", 48))
 
     def statistics(self) -> LeRobotStatistics:
         """Read the statistics of states and of what becomes actions; ValueError if there are none."""
         found = []
         for number, (feature, kind) in enumerate(((STATE, "STATE"), (ACTION, "ACTION"))):
-            step = find_step(self.processors[number], NORMALIZERS[number])["config"]
+            step = steps.find_step(self.processors[number], steps.NORMALIZERS[number])["config"]
             mode, epsilon = step.get("norm_map", {}).get(kind, "IDENTITY"), step.get("eps", 1e-8)
-            what = str(self.path / PROCESSORS[number])
+            what = str(self.path / steps.PROCESSORS[number])
             found.append(FeatureStatistics.read(self.tensors[number], feature, mode, epsilon, what))
         return LeRobotStatistics(*found)
 
@@ -145,7 +134,7 @@ class LeRobotCheckpoint:
         ``names`` are LeRobot's before they are renamed, or the config's own. ValueError: the config has no such camera,
         or others, without which it is ``chosen`` to act.
         """
-        step = find_step(self.processors[0], RENAME)
+        step = steps.find_step(self.processors[0], steps.RENAME)
         renamed = step.get("config", {}).get("rename_map") or {}
         meant = [renamed.get(name, name) for name in names]
         real = self.cameras
@@ -215,12 +204,13 @@ class LeRobotCheckpoint:
         config = {entry: options[name] for name, entry in self._entries.items() if name in options}
         if "use_peft" in self.config:  # LeRobot would look for an adapter beside whole weights
             config["use_peft"] = False
-        place = tokenizer_folder(find_step(self.processors[0], TOKENIZER))
-        states = [state_file(find_step(*each)) for each in zip(self.processors, NORMALIZERS, strict=True)]
+        place = steps.tokenizer_folder(steps.find_step(self.processors[0], steps.TOKENIZER))
+        normalizers = map(steps.find_step, self.processors, steps.NORMALIZERS)
+        states = [steps.state_file(step) for step in normalizers]
         files = {
             CONFIG: {**self.config, **config},
             OPTIONS: options,
-            **dict(zip(PROCESSORS, self.processors, strict=True)),
+            **dict(zip(steps.PROCESSORS, self.processors, strict=True)),
             **{state: tensors for state, tensors in zip(states, self.tensors, strict=True) if state is not None},
             **{f"{place}/{name}": content for name, content in self.tokenizer.items()},
             **self.other_files,
