@@ -70,10 +70,8 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     statistics: Any
     pooled_by: str | None = None  # without a value head that reads the prefix
 
-    def __init__(
-        self, model: Any, folder: Any, config: VLMFlowConfig, adapter: Adapter, *, horizon: int, num_images: int
-    ):
-        sizes, stored, cameras = model.config, folder.heads, adapter.camera_keys(num_images)
+    def __init__(self, model: Any, folder: Any, config: VLMFlowConfig, adapter: Adapter, *, horizon: int, images: int):
+        sizes, stored, cameras = model.config, folder.heads, adapter.camera_keys(images)
         if adapter.action_dim > sizes.action_dim or adapter.state_dim > sizes.state_dim:
             room = min(sizes.action_dim, sizes.state_dim)
             raise ValueError(f"the checkpoint has room for {room} numbers, {adapter.benchmark} needs more")
@@ -90,7 +88,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         if self.noise_network is not None:
             stored.check_noise_range(config.noise_std_range)
         self.config, self.folder, self.unused_tensors = config, folder, {}
-        self.adapter, self.num_images = adapter, num_images
+        self.adapter, self.num_images = adapter, images
         self.action_dim, self.state_dim = adapter.action_dim, adapter.state_dim
         self.in_keys = [*cameras, keys.STATES, keys.TASK_DESCRIPTIONS]
         self.out_keys = [keys.MODEL_IMAGES, *self.out_keys]

@@ -68,7 +68,7 @@ class LeRobotPolicy(VLMFlowPolicy):
             )
         order = folder.order_cameras(names, chosen=config.cameras is not None)
         adapter = get_adapter(config.benchmark, LEROBOT)
-        super().__init__(model, folder, config, adapter, horizon=folder.horizon, num_images=len(names))
+        super().__init__(model, folder, config, adapter, horizon=folder.horizon, images=len(names))
         self.camera_order = order
         self.statistics = NO_STATISTICS
         if not config.new_statistics:

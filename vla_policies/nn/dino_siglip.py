@@ -33,9 +33,7 @@ def heads_of(config: Mapping[str, Any]) -> tuple[int, int]:
         next((number for start, number in HEADS.items() if name.startswith(start)), None) for name in names
     ]
     if len(heads) != len(BACKBONES):
-        raise ValueError(
-            f"timm_model_ids of config.json names {len(heads)} vision models {list(names)}; OpenVLA has two"
-        )
+        raise ValueError(f"timm_model_ids of config.json has {len(heads)} vision models {list(names)}; OpenVLA has two")
     if None in heads:
         raise ValueError(
             f"vision model {names[heads.index(None)]!r} of config.json: its number of attention heads is not known "

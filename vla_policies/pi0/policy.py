@@ -78,7 +78,7 @@ class Pi0(VLMFlowPolicy):
             raise ValueError(f"{config.config_name} is for {preset.benchmark}, not for {config.benchmark!r}")
         adapter = get_adapter(config.config_name, config.adapt_to_pi)
         horizon = config.action_horizon or folder.config.get("action_horizon", preset.horizon)
-        super().__init__(model, folder, config, adapter, horizon=horizon, num_images=config.num_images_in_input)
+        super().__init__(model, folder, config, adapter, horizon=horizon, images=config.num_images_in_input)
         self.preset, self.lists_states = preset, preset.state_in_prompt
         self.statistics = folder.select_statistics(config.norm_stats_id, quantiles=preset.pi05)
         self.statistics.check(self.state_dim, self.action_dim)
