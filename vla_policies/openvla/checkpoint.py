@@ -87,10 +87,8 @@ class OpenVLACheckpoint:
     @property
     def family(self) -> str:
         """``openvla`` or ``openvla_oft``; published files without OFT's parts do not tell, and count as ``openvla``."""
-        if "family" in self.options:
-            return self.options["family"]
         parts = (self.action_head, self.proprio_projector, self.film)
-        return "openvla_oft" if any(parts) else self.config["model_type"]
+        return self.options.get("family", "openvla_oft" if any(parts) else self.config["model_type"])
 
     @property
     def family_is_known(self) -> bool:

@@ -117,9 +117,8 @@ class Pi0Model(PrefixModel):
         horizon, new = noisy.shape[1], tokens.shape[1]
         seen = prefix.valid.sum(1, keepdim=True)
         positions = seen + torch.arange(new, device=seen.device)
-        hidden, _ = self.expert(
-            tokens, positions, self._mask(prefix.valid, new, horizon), before=prefix.layers, condition=condition
-        )
+        mask = self._mask(prefix.valid, new, horizon)
+        hidden, _ = self.expert(tokens, positions, mask, before=prefix.layers, condition=condition)
         hidden = hidden[:, -horizon:]
         return self.action_out_proj(hidden.to(self.action_out_proj.weight.dtype)).float(), hidden
 
