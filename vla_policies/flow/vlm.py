@@ -21,7 +21,7 @@ from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.prefix import PrefixCache
 from vla_policies.flow.steps import NOISE_WIDTHS, NoiseNetwork
 from vla_policies.memory import DecisionMemory
-from vla_policies.nn.value_head import make_value_layers
+from vla_policies.nn.blocks import make_value_layers
 from vla_policies.pretrained import PretrainedPolicy
 from vla_policies.processing.adapters import Adapter
 from vla_policies.processing.model_images import CAMERAS, ModelImages
@@ -66,8 +66,8 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     config: Any
     folder: Any
     prompts: PromptTokens
-    lists_states = False  # in prompts
     statistics: Any
+    lists_states: bool = False  # prompts do, not instructions alone
     pooled_by: str | None = None  # without a value head that reads the prefix
 
     def __init__(self, model: Any, folder: Any, config: VLMFlowConfig, adapter: Adapter, *, horizon: int, images: int):

@@ -17,7 +17,7 @@ from vla_common.schema import EnvironmentShape
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.memory import DecisionMemory
-from vla_policies.nn.value_head import ValueHead
+from vla_policies.nn.blocks import ValueHead
 from vla_policies.openvla.checkpoint import OpenVLACheckpoint, Prompts, family_of, save_heads
 from vla_policies.openvla.config import OpenVLAConfig
 from vla_policies.openvla.film import FILE as FILM_FILE

@@ -28,7 +28,7 @@ from vla_policies.openvla.model import BOS, PAD, VALUE_HEAD, Prismatic, Prismati
 from vla_policies.processing.prompts import PromptTokens, read_tokenizer
 
 FAMILIES = ("openvla", "openvla_oft")
-SPACE = 29871  # token id of Llama-2
+SPACE = 29871  # token id of a blank in Llama-2
 _TEMPLATE = "In: What action should the robot take to {instruction}?\nOut: "
 _STATISTICS = "dataset_statistics.json"
 _PARTS = {"action_head": "action_head--*", "proprio_projector": "proprio_projector--*", "film": "vision_backbone--*"}

@@ -23,7 +23,7 @@ from vla_policies.processing.normalization import summarise
 from vla_policies.processing.prompts import PromptTokens, one_line
 
 SLOTS = 3  # of the model, for images: base, left wrist, right wrist
-BOS, PAD = 2, 0
+BOS, PAD = 2, 0  # token ids of PaliGemma
 _HORIZON = 50  # as published
 
 
