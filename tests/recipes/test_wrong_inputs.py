@@ -122,9 +122,9 @@ FILES = [  # {place} is a folder of wrong checkpoints
     ("ppo policy.checkpoint={place}/file", "file is a file; pass the checkpoint folder"),
     (
         "ppo policy.checkpoint={place}/small policy.chunk_size=10",
-        r"was trained with chunk_size=5.*leave it out",
+        r"was trained with chunk_size=5.*leave chunk_size out",
     ),
-    ("ppo policy.checkpoint={place}/small policy.dim=999", "was trained with dim=128.*leave it out"),
+    ("ppo policy.checkpoint={place}/small policy.dim=999", "was trained with dim=128.*leave dim out"),
     ("evaluate {libero} policy=openvla_oft policy.checkpoint={place}/pi0", "is a checkpoint of pi0.*type policy=pi0"),
     (
         "evaluate {libero} policy=pi0 policy.checkpoint={place}/openvla",

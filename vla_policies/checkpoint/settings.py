@@ -31,7 +31,9 @@ def check_unchanged(
     for name in asked.keys() & there.keys() if fixed is None else asked.keys() & set(fixed):
         open_yet = fixed is not None and there.get(name) is None  # the checkpoint leaves it to the user
         if not open_yet and asked[name] != there[name]:
-            raise SettingError(f"{name}={settings[name]}: {path} was trained with {name}={stored[name]}; leave it out")
+            raise SettingError(
+                f"{name}={settings[name]}: {path} was trained with {name}={stored[name]}; leave {name} out"
+            )
 
 
 def defaults_of(policy_class: type[Any]) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from vla_policies.nn.blocks import ValueHead
 from vla_policies.openvla.checkpoint import OpenVLACheckpoint, Prompts, family_of, save_heads
 from vla_policies.openvla.config import OpenVLAConfig
 from vla_policies.openvla.film import FILE as FILM_FILE
-from vla_policies.openvla.film import Adapted, find_adapted, write_film
+from vla_policies.openvla.film import find_adapted, write_film
 from vla_policies.openvla.inspection import decision_memory, describe_checkpoint, make_meta_model
 from vla_policies.openvla.model import VALUE_HEAD, Prismatic
 from vla_policies.pretrained import PretrainedPolicy
@@ -63,7 +63,7 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
         self.adapter = get_adapter(config.benchmark, "openvla")
         self.config, self.folder = config, folder
         self.unused_tensors: dict[str, Tensor] = {}
-        self.film: Adapted | None = None  # of a checkpoint with FiLM: how its file is written again
+        self.film: dict[str, int] | None = None  # of a checkpoint with FiLM: how its file is written again
         self.statistics = ActionStatistics.from_json(folder.statistics, config.unnorm_key, config.statistics)
         self.token_dim = len(self.statistics.action)
         if config.action_dim not in (None, self.token_dim):

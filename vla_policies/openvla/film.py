@@ -27,14 +27,6 @@ _LARGEST_ALPHA = 16
 
 
 @dataclass(frozen=True)
-class Adapted:
-    """Which layers have adapters in the file, by our names, and of which rank."""
-
-    layers: frozenset[str]
-    rank: int
-
-
-@dataclass(frozen=True)
 class _Merged(Loaded):
     """A tensor of the file with its adapter, if it has one."""
 
@@ -71,31 +63,31 @@ def read_film(file: Path) -> dict[str, Entry]:
     return entries
 
 
-def find_adapted(entries: Mapping[str, Entry]) -> Adapted | None:
-    """Tell which of the tensors had adapters in a file with FiLM; ``None`` if none is of such a file."""
+def find_adapted(entries: Mapping[str, Entry]) -> dict[str, int] | None:
+    """Return ranks of the adapters in a file with FiLM by our names of their layers; ``None`` without such a file."""
     merged = {name: entry.lora for name, entry in entries.items() if isinstance(entry, _Merged)}
     ranks = {name.removesuffix(".weight"): len(lora[0]) for name, lora in merged.items() if lora is not None}
-    return Adapted(frozenset(ranks), max(ranks.values(), default=0)) if merged else None
+    return ranks if merged else None
 
 
-def write_film(folder: Path, weights: Mapping[str, Tensor], adapted: Adapted) -> dict[str, Tensor]:
+def write_film(folder: Path, weights: Mapping[str, Tensor], ranks: Mapping[str, int]) -> dict[str, Tensor]:
     """Write the file from all weights of a model; returns those that belong into the main weights.
 
-    Older files of this kind in the folder are removed; ``adapted`` is that of :func:`find_adapted`.
+    Older files of this kind in the folder are removed; ``ranks`` are those of :func:`find_adapted`.
     """
-    stored: dict[str, Tensor] = {}
+    rank, stored = max(ranks.values(), default=0), dict[str, Tensor]()
     for ours, tensor in weights.items():
         if not ours.startswith(PREFIX):
             continue
         layer, _, kind = ours.rpartition(".")
         theirs = _OUR_BLOCK.sub(r".blocks.\1.block.", f"{layer}.").removesuffix(".")
-        if layer not in adapted.layers:
+        if layer not in ranks:
             stored[f"{theirs}.{kind}"] = tensor
             continue
         stored[f"{theirs}{_BASE}{kind}"] = tensor
         if kind == "weight":
-            stored[f"{theirs}{_LORA_A}"] = torch.zeros(adapted.rank, tensor.shape[1], dtype=tensor.dtype)
-            stored[f"{theirs}{_LORA_B}"] = torch.zeros(tensor.shape[0], adapted.rank, dtype=tensor.dtype)
+            stored[f"{theirs}{_LORA_A}"] = torch.zeros(rank, tensor.shape[1], dtype=tensor.dtype)
+            stored[f"{theirs}{_LORA_B}"] = torch.zeros(tensor.shape[0], rank, dtype=tensor.dtype)
     in_first(stored.values(), lambda: remove(folder, "vision_backbone--*"))
     write_pickled(folder / FILE, stored)
     return {name: tensor for name, tensor in weights.items() if not re.search(r"\.blocks\.\d+\.(scale|shift)\.", name)}

@@ -141,7 +141,7 @@ def test_a_checkpoint_of_before_saw_everything_and_is_not_made_to_do_otherwise(k
     (tmp_path / "SHA256SUMS").unlink()
     assert kind.from_pretrained(tmp_path).config == policy.config
     [name] = typed
-    with pytest.raises(ValueError, match=rf"{name}=.* was trained with .* leave it out"):
+    with pytest.raises(ValueError, match=rf"{name}=.* was trained with .* leave {name} out"):
         kind.from_pretrained(tmp_path, **typed)
 
 
