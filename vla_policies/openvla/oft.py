@@ -119,6 +119,9 @@ class OpenVLAOFT(PrismaticPolicy):
         return super()._logits(states)
 
 
+# What OpenVLA-OFT adds to OpenVLA, by the names in its checkpoint files (without "module.").
+
+
 class L1Head(nn.Module):
     """Continuous actions from hidden states of a chunk: a residual MLP, one row per primitive action."""
 
