@@ -34,7 +34,9 @@ class ValueOperator(TensorDictModuleBase):
             assert value is not None  # the policy has a value head
             return tensordict.set(STATE_VALUE, value)
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.policy.parameters()):
-            raise ValueError(f"a gradient needs policy.loss_keys, the batch lacks {missing}; or use torch.no_grad()")
+            raise ValueError(
+                f"a gradient needs policy.loss_keys in the batch, which lacks {missing}; or use torch.no_grad()"
+            )
         with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
             seen = self.policy(tensordict.select(*self.policy.in_keys))
         return tensordict.set(STATE_VALUE, seen.get(STATE_VALUE))

@@ -34,7 +34,9 @@ class FeatureStatistics:
             raise ValueError(f"{what} normalises {feature} by {mode!r}; known are {', '.join((IDENTITY, *_NAMES))}")
         names = [f"{feature}.{name}" for name in _NAMES[mode]]
         if missing := [name for name in names if name not in tensors]:
-            raise ValueError(f"{what} has no statistics {' and '.join(missing)}; copy those of the original checkpoint")
+            raise ValueError(
+                f"{what} has no statistics {' and '.join(missing)}; copy them from the original checkpoint"
+            )
         first, second = (tensors[name].float().flatten() for name in names)
         if len(first) != len(second) or (second < (0 if mode == MEAN_STD else first)).any():
             raise ValueError(f"{what}: {names[0]} and {names[1]} do not belong together; copy the statistics again")
