@@ -20,10 +20,9 @@ from vla_policies import make_example
 from vla_policies.checkpoint.lora import add_lora
 from vla_policies.nn.dino_siglip import TransformerConfig, VisionConfig
 from vla_policies.nn.llama import LlamaConfig
-from vla_policies.openvla.checkpoint import OpenVLACheckpoint
-from vla_policies.openvla.model import Prismatic, PrismaticConfig
+from vla_policies.openvla.checkpoint import SPACE, OpenVLACheckpoint
+from vla_policies.openvla.model import BOS, Prismatic, PrismaticConfig
 from vla_policies.openvla.oft import OpenVLAOFT, OpenVLAOFTConfig
-from vla_policies.openvla.prompts import BOS, SPACE
 
 PROMPT_LENGTH = 24  # tokens, that of a short instruction
 ENTROPY_BONUS = 0.01

@@ -13,7 +13,7 @@ from tensordict import TensorDict
 
 from vla_policies import SmallVLA, SmallVLAConfig, make_example
 from vla_policies.remote.connections import Connections
-from vla_policies.remote.names import complete_names, to_message
+from vla_policies.remote.wire import complete_names, to_message
 from vla_policies.serving import PolicyServer
 
 CLIENTS = (1, 4, 16)

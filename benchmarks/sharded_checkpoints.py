@@ -37,11 +37,11 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from vla_common.checksums import SUMS
 from vla_policies.checkpoint.weights import save_weights
-from vla_policies.nn.dino_siglip_config import TransformerConfig, VisionConfig
+from vla_policies.nn.dino_siglip import TransformerConfig, VisionConfig
 from vla_policies.nn.llama import LlamaConfig
-from vla_policies.openvla.model import Prismatic, PrismaticConfig
+from vla_policies.openvla.checkpoint import SPACE
+from vla_policies.openvla.model import BOS, Prismatic, PrismaticConfig
 from vla_policies.openvla.openvla import OpenVLA
-from vla_policies.openvla.prompts import BOS, SPACE
 from vla_policies.sharding import shard
 
 TARGET = 0.55  # of the bytes of checkpoint and adapter, in each of two processes

@@ -42,13 +42,12 @@ from vla_common import keys
 from vla_common.schema import get_schema
 from vla_envs import Episode, EpisodeSampler, Observation, Outcome, SimulatorSpec, Task, VLAEnv, make_env
 from vla_policies import OpenVLA, OpenVLAOFT, Pi0, VLAPolicy
-from vla_policies.openvla.checkpoint import OpenVLACheckpoint
+from vla_policies.openvla.checkpoint import SPACE, OpenVLACheckpoint
 from vla_policies.openvla.config import OpenVLAConfig, OpenVLAOFTConfig
-from vla_policies.openvla.model import Prismatic
-from vla_policies.openvla.prompts import BOS, SPACE
+from vla_policies.openvla.model import BOS, Prismatic
 from vla_policies.pi0.checkpoint import Pi0Checkpoint
-from vla_policies.pi0.config import Pi0Config
 from vla_policies.pi0.model import Pi0Model
+from vla_policies.pi0.policy import Pi0Config
 from vla_policies.processing.images import resize_exact
 from vla_policies.processing.model_images import ModelImages
 

@@ -134,9 +134,7 @@ def group_parameters(
     """
     found = [prefix for prefix, _ in blocks_of(module)] if blocks else []
     entries: dict[str, list[tuple[int, int, bool, bool]]] = {prefix: [] for prefix in ("", *found)}
-    owner = {
-        f"{prefix}.{name}": prefix for prefix in found for name, _ in module.get_submodule(prefix).named_parameters()
-    }
+    owner = {f"{block}.{name}": block for block in found for name, _ in module.get_submodule(block).named_parameters()}
     for name, each in module.named_parameters():
         entries[owner.get(name, "")].append((each.numel(), each.element_size(), each.requires_grad, stays(name)))
     return [ParamGroup.of(each) for each in entries.values()]
@@ -221,13 +219,7 @@ class PolicyMemory:
         self.frozen_activations = cache(self.decision.frozen_activations)
 
     def gigabytes(
-        self,
-        plan: MemoryPlan,
-        *,
-        checkpointing: bool = True,
-        decisions: int = 1,
-        num_envs: int = 1,
-        keeps: bool = True,
+        self, plan: MemoryPlan, *, checkpointing: bool = True, decisions: int = 1, num_envs: int = 1, keeps: bool = True
     ) -> tuple[float, float]:
         """Return GB in an update and in a rollout.
 

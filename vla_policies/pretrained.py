@@ -15,20 +15,11 @@ from torch import Tensor, nn
 from vla_common.checksums import verify_checksums, write_checksums
 from vla_common.schema import EnvironmentShape
 from vla_common.settings import Count, Width, check_settings
+from vla_policies.checkpoint import lora
 from vla_policies.checkpoint.hub import check_links, resolve
-from vla_policies.checkpoint.lora import (
-    ADAPTER,
-    adapt,
-    fill_adapter,
-    has_lora,
-    put_adapter,
-    read_rank,
-    save_adapter,
-    stored_adapter,
-)
 from vla_policies.checkpoint.parts import check_finite, in_first
 from vla_policies.checkpoint.settings import as_tuples, check_unchanged, defaults_of, saved_dtype
-from vla_policies.checkpoint.weights import Entry, cast, check_weights, load_weights, plain_names
+from vla_policies.checkpoint.weights import Entry, cast, load_weights, plain_names
 from vla_policies.policy import Sharding, VLAPolicy, given_shard
 from vla_policies.sharding import place, storage_device
 
@@ -166,17 +157,17 @@ class PretrainedPolicy(VLAPolicy):
         cast(model, saved_dtype(checkpoint.options) if dtype is None else dtype, float32=cls.needs_float32)
         policy = cls(model, checkpoint, config)
         if lora_adapter is None:
-            lora_adapter = stored_adapter(path, checkpoint.options)
-        adapter = {} if lora_adapter is None else put_adapter(policy, lora_adapter)
+            lora_adapter = lora.stored_adapter(path, checkpoint.options)
+        adapter = {} if lora_adapter is None else lora.put_adapter(policy, lora_adapter)
         entries = policy.check_heads(entries)
-        check_weights(model, entries, unused=policy.unused)
+        load_weights(model, entries, unused=policy.unused, check=True)
         if shard is not None:
             shard(policy)
         kept_on = storage_device(policy, device)
         policy.unused_tensors = load_weights(model, entries, device=kept_on, unused=policy.unused)
         policy.load_heads(entries, settings)
         place(policy, device)
-        fill_adapter(policy, adapter)
+        lora.fill_adapter(policy, adapter)
         return policy
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -185,15 +176,15 @@ class PretrainedPolicy(VLAPolicy):
         A LoRA adapter goes into ``lora_adapter/``; :func:`vla_policies.checkpoint.lora.merge_adapter` merges it, for
         weights that any code can load. All processes that share a sharded policy must call it; the first one writes.
         """
-        folder, lora = Path(folder), has_lora(self)
+        folder, adapted = Path(folder), lora.has_lora(self)
         check_finite(self.state_dict(), f"the policy {self.family!r}")
         dtype = str(self.model.dtype).removeprefix("torch.")
-        options = {"family": self.family, **asdict(self.config), "dtype": dtype, ADAPTER: lora}
+        options = {"family": self.family, **asdict(self.config), "dtype": dtype, lora.ADAPTER: adapted}
         weights = self.model.state_dict()
         plain = {own: weights[name] for own, name in plain_names(weights).items()}
         files = self.write_checkpoint(folder, {**plain, **self.unused_tensors}, options)
-        if lora:
-            files += (f"{ADAPTER}/{name}" for name in save_adapter(self, folder / ADAPTER))
+        if adapted:
+            files += (f"{lora.ADAPTER}/{name}" for name in lora.save_adapter(self, folder / lora.ADAPTER))
         in_first(self.parameters(), lambda: write_checksums(folder, files))
 
     # ---- memory
@@ -210,8 +201,8 @@ class PretrainedPolicy(VLAPolicy):
     def meta_policy(cls, folder: Path | None = None, **settings: Any) -> Self:
         """See :meth:`VLAPolicy.meta_policy`; the networks are frozen and adapted as in training."""
         model, checkpoint, said = cls.meta_model(folder, settings)
-        adapter = None if folder is None else stored_adapter(folder, said)
-        rank = {} if adapter is None else read_rank(adapter)
+        adapter = None if folder is None else lora.stored_adapter(folder, said)
+        rank = {} if adapter is None else lora.read_rank(adapter)
         settings = {**defaults_of(cls), **said, **rank, **settings}
         policy = cls.__new__(cls)
         TensorDictModuleBase.__init__(policy)
@@ -220,7 +211,7 @@ class PretrainedPolicy(VLAPolicy):
             policy.make_heads()
         cast(model, getattr(torch, settings.get("dtype") or "float32"), float32=cls.needs_float32)
         policy.freeze()
-        adapt(policy, *(settings.get(f"lora_{name}") for name in ("rank", "alpha", "targets")))
+        lora.adapt(policy, *(settings.get(f"lora_{name}") for name in ("rank", "alpha", "targets")))
         return policy.to("meta")  # adapters begin with numbers
 
     def stays_float32(self, name: str) -> bool:
@@ -260,7 +251,7 @@ class PretrainedPolicy(VLAPolicy):
         check_settings("", settings, cls.setting_types())
 
         def complete(policy: Any) -> None:
-            adapt(policy, lora_rank, lora_alpha, lora_targets)
+            lora.adapt(policy, lora_rank, lora_alpha, lora_targets)
             if shard is not None:
                 shard(policy)
 

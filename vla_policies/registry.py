@@ -13,7 +13,7 @@ from vla_policies.checkpoint import layout
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.report import Report
 from vla_policies.checkpoint.settings import SettingError
-from vla_policies.policy import Sharding, VLAPolicy
+from vla_policies.policy import Sharding, VLAPolicy, given_shard
 
 
 def register_policy(name: str, policy_class: type[VLAPolicy]) -> None:
@@ -75,8 +75,7 @@ def make_policy(
     policy_class = get_policy_class(family)
     chosen = {name: value for name, value in settings.items() if value is not None}
     check_settings("policy", chosen, policy_class.setting_types())
-    if shard is not None:
-        chosen["shard"] = shard
+    chosen |= given_shard(shard)
     try:
         if checkpoint and not policy_class.needs_checkpoint:
             path = resolve(checkpoint)

@@ -32,8 +32,7 @@ from vla_common.settings import Count, NonNegative, checked
 from vla_policies.checkpoint.hub import resolve
 from vla_policies.policy import VLAPolicy
 from vla_policies.registry import find_policy_class, load_policy
-from vla_policies.remote.names import Names, ProtocolName, complete_names, from_message
-from vla_policies.remote.wire import LARGEST, pack, unpack
+from vla_policies.remote.wire import LARGEST, Names, ProtocolName, complete_names, from_message, pack, unpack
 
 Port = Annotated[int, Ge(0), Le(65_535)]
 _CLIENTS = 256  # connections at a time; each may hold a message of LARGEST bytes
@@ -63,7 +62,7 @@ class PolicyServer:
     Args:
         policy: is asked by one thread alone.
         protocol: ``openpi`` or ``vla_eval``.
-        names: of observations where the clients have others than :data:`~vla_policies.remote.names.NAMES`.
+        names: of observations where the clients have others than :data:`~vla_policies.remote.wire.NAMES`.
         sample: sample actions; else greedy ones.
         max_batch: observations that are computed together at most.
         max_wait: seconds that the first of them waits for others.

@@ -12,15 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
 from torch.distributed.tensor import DTensor
 from torch.distributions import Distribution
 
@@ -74,12 +67,12 @@ def shard(
         )
     # Keys and values of a layer are views that are not changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-    offload = CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else OffloadPolicy()
-    exact = MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
+    offload = fsdp.CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu") if cpu_offload else fsdp.OffloadPolicy()
+    exact = fsdp.MixedPrecisionPolicy(reduce_dtype=torch.float32, cast_forward_inputs=False)
     for group in groups:
         returned = torch.float32 if group.returns_float32 else None
-        rounded = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, output_dtype=returned)
-        fully_shard(
+        rounded = fsdp.MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32, output_dtype=returned)
+        fsdp.fully_shard(
             group.module,
             mesh=mesh,
             reshard_after_forward=reshard_after_forward,
@@ -87,7 +80,7 @@ def shard(
             offload_policy=offload,
         )
     # The root is gathered once for both passes: it begins the one and ends the other.
-    fully_shard(policy, mesh=mesh, reshard_after_forward=False, mp_policy=exact, offload_policy=offload)
+    fsdp.fully_shard(policy, mesh=mesh, reshard_after_forward=False, mp_policy=exact, offload_policy=offload)
     for module in sharded_modules(policy):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # a divisor of 1 is an operation that gloo does not know
@@ -96,9 +89,9 @@ def shard(
             _register(policy, name)
 
 
-def sharded_modules(policy: nn.Module) -> list[FSDPModule]:
+def sharded_modules(policy: nn.Module) -> list[fsdp.FSDPModule]:
     """List the groups that :func:`shard` has divided, the root first; empty without any."""
-    return [module for module in policy.modules() if isinstance(module, FSDPModule)]
+    return [module for module in policy.modules() if isinstance(module, fsdp.FSDPModule)]
 
 
 def compute_device(parameter: Tensor) -> torch.device:
@@ -109,7 +102,7 @@ def compute_device(parameter: Tensor) -> torch.device:
 def storage_device(policy: nn.Module, device: torch.device | str) -> torch.device | str:
     """Return where weights that are computed with on ``device`` are kept: host memory with ``cpu_offload``."""
     groups = [group for module in sharded_modules(policy) if (group := _settings(module))]
-    return "cpu" if any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in groups) else device
+    return "cpu" if any(isinstance(group.offload_policy, fsdp.CPUOffloadPolicy) for group in groups) else device
 
 
 def place(policy: nn.Module, device: torch.device | str) -> None:
@@ -152,7 +145,7 @@ def gathered(policy: nn.Module) -> Iterator[None]:
             module.set_reshard_after_forward(frees, recurse=False)
 
 
-def _settings(module: FSDPModule) -> Any:
+def _settings(module: fsdp.FSDPModule) -> Any:
     """Return FSDP2's record of a module's own parameters, ``None`` if it has none; there is nothing public to read."""
     return module._get_fsdp_state()._fsdp_param_group  # the name that torch 2.11 has too
 
@@ -195,7 +188,7 @@ def _register(policy: nn.Module, name: str) -> None:
 
     hooked = f"_sharded_{name}"
     setattr(policy, hooked, opened)
-    register_fsdp_forward_method(policy, hooked)
+    fsdp.register_fsdp_forward_method(policy, hooked)
 
     def closed(*arguments: Any, **named: Any) -> Any:
         return getattr(policy, hooked)(*arguments, **named)[0]

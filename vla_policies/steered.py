@@ -108,9 +108,7 @@ class SteeredPolicy(VLAPolicy):
     def __init__(self, base: VLAPolicy, config: SteeredConfig):
         super().__init__()
         if config.by == "noise" and not isinstance(base, FlowPolicy):
-            raise ValueError(
-                f"{base.family} does not denoise, and has no noise to be steered by; take policy=small_flow"
-            )
+            raise ValueError(f"{base.family} does not denoise, so no noise can steer it; take policy=small_flow")
         if not isinstance(base, Steerable):
             raise ValueError(f"{base.family} cannot be steered: vla_policies.steered.Steerable says what it lacks")
         self.config, self.base = config, base.requires_grad_(False).eval()
@@ -199,9 +197,7 @@ class SteeredPolicy(VLAPolicy):
 
     @classmethod
     def meta_policy(cls, folder: Path | None = None, **settings: Any) -> Self:
-        raise ValueError(
-            f"a steered policy takes the memory of the one that it steers; type {folder or 'FOLDER'}/{BASE}"
-        )
+        raise ValueError(f"a steered policy takes the memory of what it steers; type {folder or 'FOLDER'}/{BASE}")
 
 
 def _make_actor(config: SteeredConfig, features: int, drawn: int) -> ProbabilisticActor:

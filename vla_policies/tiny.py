@@ -42,10 +42,7 @@ KINDS: dict[str, Callable[[Path, str, Sequence[str]], None]] = {
     "pi0": partial(write_pi0, pi05=False),
     "pi05": partial(write_pi0, pi05=True),
     "smolvla": partial(
-        write_smolvla,
-        cameras=("observation.images.image", "observation.images.image2"),
-        state_dim=8,
-        action_dim=7,
+        write_smolvla, cameras=("observation.images.image", "observation.images.image2"), state_dim=8, action_dim=7
     ),
     "smolvla_metaworld": partial(write_smolvla, cameras=("observation.image",), state_dim=4, action_dim=4),
     "smolvla_small": partial(write_smolvla, cameras=("observation.image",), state_dim=4, action_dim=4, sizes=SMALL),

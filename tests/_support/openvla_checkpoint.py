@@ -12,7 +12,7 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 from torchrl.envs.utils import set_exploration_type
 
 from vla_common import keys
-from vla_policies.openvla.prompts import PAD
+from vla_policies.openvla.model import PAD
 
 OFT = GOLDEN / "openvla_oft_tiny"
 NAMES = ("config.json", "dataset_statistics.json", "generation_config.json", "preprocessor_config.json")

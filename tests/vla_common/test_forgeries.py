@@ -50,8 +50,8 @@ from vla_from_rlinf.reading import read_configuration
 from vla_policies import SmallVLA, SmallVLAConfig, load_policy
 from vla_policies.checkpoint.lora import read_rank
 from vla_policies.checkpoint.weights import list_weights
-from vla_policies.lerobot.folder import LeRobotFolder
 from vla_policies.processing.prompts import PromptTokens
+from vla_policies.smolvla.policy import SmolVLACheckpoint
 from vla_policies.tiny import make_tiny
 
 SECRET = "nobodys-business"
@@ -422,7 +422,7 @@ def test_the_name_of_a_tokenizer_is_no_command(tmp_path):
     file.write_text(json.dumps(processor))
     write_checksums(folder, ["config.json"])
     with pytest.raises(FileNotFoundError, match="type: hf download ") as refused:
-        LeRobotFolder.read(folder, {"smolvla": "smolvla_new_line_processor"})
+        SmolVLACheckpoint.read(folder)
     type_it(str(refused.value), "type: ", tmp_path)
 
 
@@ -512,7 +512,7 @@ def test_numbers_of_a_checkpoint_do_not_keep_it_busy(pristine, tmp_path):
     config["text_config"]["num_hidden_layers"] = 1_000_000
     (policy / "config.json").write_text(json.dumps(config))
     (policy / SUMS).unlink()
-    with pytest.raises(ValueError, match="has 1000000 layers, its weights have not"):
+    with pytest.raises(ValueError, match="has 1000000 layers, its weights do not"):
         load_policy(policy)
 
 

@@ -22,7 +22,7 @@ from vla_common import keys
 from vla_common.texts import encode, to_strings
 from vla_policies import OpenVLA, OpenVLAOFT, Pi0, SmallFlow, SmallFlowConfig, SmallVLA, SmallVLAConfig, VLAPolicy
 from vla_policies.batch import any_batch
-from vla_policies.flow.distribution import StepDistribution
+from vla_policies.flow.steps import StepDistribution
 from vla_policies.processing.adapters import make_example
 
 METHODS = [(method, joint) for method in ("flow_sde", "flow_cps", "flow_noise") for joint in (False, True)]

@@ -195,8 +195,7 @@ def test_activations_are_near_those_that_torch_keeps(folders, monkeypatch, polic
     """
     policy = load(policy_class, folders / name, given, settings)
     batch = policy.precompute(policy(make_example("libero")))
-    padding = policy.model.config.pad_token if name in ("openvla", "value", "oft") else policy.prompts.padding
-    length = int((batch["prompt_tokens"] != padding).sum())
+    length = int((batch["prompt_tokens"] != policy.prompts.padding).sum())
     for module in ("openvla.inspection", "flow.memory"):
         monkeypatch.setattr(f"vla_policies.{module}.PROMPT_LENGTH", length)
     seen = {parameter.untyped_storage()._cdata for parameter in policy.parameters()}
@@ -274,7 +273,7 @@ def test_the_command_prints_the_table(capsys):
             ["openvla", "--gpu", "nangb"],
             "gpu=nangb: must be what a GPU has, such as 12gb, 16gb",
         ),
-        (["small"], "small has no published size, it is made for an environment; pass a folder"),
+        (["small"], "small has no published size, it is made for an environment; pass a run's folder"),
         (["pi0"], "policy.config_name: which variant is it? such as pi0_libero or pi05_libero"),
         (["opnvla"], "unknown family or folder 'opnvla'; did you mean openvla or openvla_oft or smolvla?"),
         (["pi05"], "unknown family or folder 'pi05'; did you mean pi0"),

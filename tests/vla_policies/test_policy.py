@@ -18,7 +18,7 @@ from vla_common.settings import Count, Fraction, check_settings
 from vla_policies import SmallVLA, SmallVLAConfig, VLAPolicy, load_policy, make_policy, policy_types, register_policy
 from vla_policies.processing.action_tokens import ActionBins
 from vla_policies.registry import inspect_policy
-from vla_policies.small.text import HashedText
+from vla_policies.small.encoder import HashedText
 
 CONFIG = SmallVLAConfig(action_low=(-1.0, -1.0, 0.0), action_high=(1.0, 1.0, 0.5), state_dim=4, chunk_size=3)
 

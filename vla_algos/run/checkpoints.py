@@ -25,8 +25,7 @@ from vla_algos import distributed
 from vla_algos.files import flush, link_atomically, remove
 from vla_algos.run.plain_state import NotPlainError, from_json, to_json
 from vla_common.checksums import SUMS, ChecksumError, digest, verify_checksums, write_lines
-from vla_policies.checkpoint.parts import own_part
-from vla_policies.checkpoint.writing import write_safetensors
+from vla_policies.checkpoint.parts import own_part, write_safetensors
 
 _FORMAT = "vla-torchrl training state 8"
 _FILE, _TENSORS, _POLICY = "training.json", "tensors", "policy"

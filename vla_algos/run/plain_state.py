@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vla_common.plain import parse_json
-from vla_policies.checkpoint.writing import DTYPES
+from vla_policies.checkpoint.parts import DTYPES
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
 _PLAIN = (bool, int, float, str, type(None))

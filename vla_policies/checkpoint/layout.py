@@ -10,9 +10,8 @@ from torch import Tensor, nn
 from vla_common.checksums import write_checksums
 from vla_common.plain import read_json
 from vla_common.tensor_files import add_dimensions
-from vla_policies.checkpoint.parts import check_finite, in_first
+from vla_policies.checkpoint.parts import check_finite, in_first, write_safetensors
 from vla_policies.checkpoint.weights import check_layout, load_file
-from vla_policies.checkpoint.writing import write_safetensors
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _FAMILY = "policy"  # entry of config.json

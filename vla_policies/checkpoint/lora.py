@@ -12,9 +12,8 @@ from torch import nn
 from vla_common.checksums import verify_checksums, write_checksums
 from vla_common.plain import read_json
 from vla_common.settings import BelowOne, Positive, Width, check_settings
-from vla_policies.checkpoint.parts import check_finite, in_first
+from vla_policies.checkpoint.parts import check_finite, in_first, write_safetensors
 from vla_policies.checkpoint.weights import Entry, check_layout, fill, list_weights
-from vla_policies.checkpoint.writing import write_safetensors
 
 if TYPE_CHECKING:
     from peft import LoraConfig

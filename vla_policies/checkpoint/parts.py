@@ -1,10 +1,14 @@
-"""Tensors of which each process has a part (DTensors of FSDP): which part, and the whole again, piece by piece.
+"""Tensors of which each process has a part (DTensors of FSDP): which part, and files of the whole, piece by piece.
 
 The first process of the mesh writes; the others send it what it lacks, so they must make the same calls. No process
 holds more of a tensor that is not its own than :data:`PIECE`.
 """
 
+import itertools
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +19,27 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from vla_common.tensor_files import not_finite
 
 PIECE = 8_000_000  # bytes that are sent at once
+# Names in safetensors files. Tensors stand in a file by dtype, the last of these first, then by name.
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I16": torch.int16,
+    "U16": torch.uint16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "U32": torch.uint32,
+    "F32": torch.float32,
+    "C64": torch.complex64,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "U64": torch.uint64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_ALIGNMENT = 8  # bytes
 
 
 def own_part(tensor: Tensor) -> tuple[slice, ...]:
@@ -94,9 +119,7 @@ def in_first(tensors: Iterable[Tensor], write: Callable[[], object], rest: Itera
 
 def check_finite(tensors: Mapping[str, Tensor], what: str) -> None:
     """Refuse weights that are not finite, in all processes if one has them: ValueError with the names."""
-    broken = not_finite(
-        {key: tensor.to_local() if isinstance(tensor, DTensor) else tensor for key, tensor in tensors.items()}
-    )
+    broken = not_finite({key: each.to_local() if isinstance(each, DTensor) else each for key, each in tensors.items()})
     if (mesh := _mesh(tensors.values())) is not None:
         broken = _all_gather(mesh, broken)
     if broken:
@@ -114,3 +137,60 @@ def _all_gather(mesh: DeviceMesh, texts: list[str]) -> list[str]:
         dist.all_gather_object(found, texts, group=group)
         texts = list(dict.fromkeys(text for each in found for text in each))
     return texts
+
+
+def write_safetensors(
+    file: Path,
+    tensors: Mapping[str, Tensor],
+    metadata: Mapping[str, str] | None = None,
+    on_write: Callable[[memoryview], object] = lambda _: None,
+    among: Iterable[Tensor] = (),
+) -> None:
+    """Write a file of the same bytes as ``safetensors.torch.save_file``, with sharded tensors too.
+
+    ``on_write`` is given all bytes before they are written. ``among`` are tensors of the same policy: where none of
+    ``tensors`` is sharded, they tell that several processes write one file.
+    """
+    order = sorted(tensors, key=lambda key: (-list(_NAMES).index(tensors[key].dtype), key))
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": dict(metadata)}
+    stop = 0
+    for key in order:
+        tensor = tensors[key]
+        start, stop = stop, stop + tensor.numel() * tensor.element_size()
+        header[key] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, stop]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    head = len(text).to_bytes(8, "little") + text
+    stream = (piece for key in order for piece in pieces(tensors[key]))
+    data = (piece.reshape(-1).view(torch.uint8).numpy().data for piece in stream)
+
+    def write() -> None:
+        with open(file, "wb") as content:
+            for part in itertools.chain([memoryview(head)], data):
+                on_write(part)
+                content.write(part)
+
+    in_first([*tensors.values(), *among], write, stream)
+
+
+def write_pickled(file: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write what ``torch.save`` does of a dict of tensors; the first process holds all of it."""
+    stream = (piece for tensor in tensors.values() for piece in pieces(tensor))
+
+    def write() -> None:
+        torch.save({key: _whole(stream, tensor.shape) for key, tensor in tensors.items()}, file)
+
+    in_first(tensors.values(), write, stream)
+
+
+def _whole(stream: Iterator[Tensor], shape: torch.Size) -> Tensor:
+    first = next(stream)
+    if first.shape == shape:  # of a storage that may have more in it, which would be saved as well
+        return first if first.untyped_storage().nbytes() == first.nbytes else first.clone()
+    whole, filled = first.new_empty(shape), len(first)
+    whole[:filled] = first
+    while filled < len(whole):
+        piece = next(stream)
+        whole[filled : filled + len(piece)] = piece
+        filled += len(piece)
+    return whole

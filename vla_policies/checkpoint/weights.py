@@ -19,8 +19,7 @@ from torch import Tensor, nn
 
 from vla_common.plain import read_json
 from vla_common.tensor_files import is_finite, load_tensors
-from vla_policies.checkpoint.parts import empty_like_others, from_part, in_first, own_part
-from vla_policies.checkpoint.writing import DTYPES, write_safetensors
+from vla_policies.checkpoint.parts import DTYPES, empty_like_others, from_part, in_first, own_part, write_safetensors
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 MAX_SHARD_SIZE = 5_000_000_000  # bytes
@@ -119,6 +118,7 @@ def load_weights(
     device: torch.device | str | None = None,  # None for where tensors are, the CPU for those on the meta device
     unused: Callable[[str], bool] = lambda key: False,  # names (without prefix) that the module does not need
     what: str | None = None,  # the source's name in errors
+    check: bool = False,  # compare names and shapes alone, and read nothing
 ) -> dict[str, Tensor]:
     """Fill a module, which may be on the meta device and sharded, tensor by tensor, from :func:`list_weights`.
 
@@ -126,9 +126,15 @@ def load_weights(
     unused tensors, on the CPU (sharded like the module's), for :func:`save_weights`. ValueError for tensors that do not
     fit or are not finite.
     """
-    entries = check_weights(module, entries, prefix=prefix, unused=unused, what=what)
+    if what is None:
+        what = str(next(iter(entries.values())).file.parent) if entries else "the checkpoint"
+    entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
     state = module.state_dict()
     names = plain_names(state)
+    expected = {key: tuple(state[name].shape) for key, name in names.items()}
+    check_layout(expected, {key: entry.shape for key, entry in entries.items()}, unused=unused, what=what)
+    if check:
+        return {}
     unused_tensors = {}
     for key, entry in entries.items():
         if key in names:
@@ -137,25 +143,6 @@ def load_weights(
             empty = empty_like_others(entry.shape, state.values())
             unused_tensors[key] = from_part(entry.read(own_part(empty)).clone(), empty)
     return unused_tensors
-
-
-def check_weights(
-    module: nn.Module,
-    entries: Mapping[str, Entry],
-    *,
-    prefix: str = "",
-    unused: Callable[[str], bool] = lambda key: False,
-    what: str | None = None,
-) -> dict[str, Entry]:
-    """Compare names and shapes as :func:`load_weights` does; returns the entries by name without ``prefix``."""
-    if what is None:
-        what = str(next(iter(entries.values())).file.parent) if entries else "the checkpoint"
-    entries = {key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)}
-    state = module.state_dict()
-    expected = {key: tuple(state[name].shape) for key, name in plain_names(state).items()}
-    found = {key: entry.shape for key, entry in entries.items()}
-    check_layout(expected, found, unused=unused, what=what)
-    return entries
 
 
 def fill(module: nn.Module, name: str, entry: Entry, device: torch.device | str | None = None) -> None:
@@ -224,7 +211,7 @@ def load_head(module: nn.Module, file: str | Path, *, prefix: str = "", check: b
         tensors = load_tensors(file, mmap=check and is_zipfile(file))
         entries = {key: Loaded(file, key, tuple(each.shape), each.dtype, each) for key, each in tensors.items()}
     entries = {key.removeprefix("module.").removeprefix(prefix): entry for key, entry in entries.items()}
-    (check_weights if check else load_weights)(module, entries, what=str(file))
+    load_weights(module, entries, what=str(file), check=check)
 
 
 def load_file(file: Path) -> dict[str, Tensor]:

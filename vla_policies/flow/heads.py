@@ -12,9 +12,9 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from vla_policies.checkpoint.parts import write_safetensors
 from vla_policies.checkpoint.settings import SettingError
-from vla_policies.checkpoint.weights import Entry, check_weights, list_weights, load_weights
-from vla_policies.checkpoint.writing import write_safetensors
+from vla_policies.checkpoint.weights import Entry, list_weights, load_weights
 
 HEADS = "vla_torchrl_heads.safetensors"
 _NOISE_LEVEL = "noise_level"
@@ -106,7 +106,7 @@ class StoredHeads:
         """
         for head, module in heads.items():
             if entries := self.layers.get(head):
-                (check_weights if check else load_weights)(module, entries, what=f"the {head} of {self.path}")
+                load_weights(module, entries, what=f"the {head} of {self.path}", check=check)
 
     def describe(self) -> str:
         if not self.layers:

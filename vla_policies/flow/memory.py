@@ -11,9 +11,7 @@ from vla_policies.nn.gemma import Gemma
 PREFIX_ROWS = 32  # decisions per pass of a frozen VLM
 
 
-def decision_memory(
-    model: Any, config: Any, frozen: bool, images: int, tokens: int, *, state: bool = False
-) -> DecisionMemory:
+def decision_memory(model: Any, config: Any, frozen: bool, images: int, tokens: int, state: bool) -> DecisionMemory:
     """Return the stacks that a gradient goes through: SigLIP and the language model unless ``frozen``, and the expert.
 
     An update holds keys and values of the language model, once more for each of the steps if all of these are

@@ -12,7 +12,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from vla_common import keys
 from vla_policies.flow import steps as flow
 from vla_policies.flow.config import FlowConfig
-from vla_policies.flow.distribution import StepDistribution
+from vla_policies.flow.steps import StepDistribution
 from vla_policies.policy import VLAPolicy
 
 
@@ -203,9 +203,7 @@ class FlowPolicy(VLAPolicy):
         ``k`` is ``K`` if all steps are stochastic, otherwise 1; they go through the network in one pass.
         """
         if self.flow.method == "flow_ode":
-            raise ValueError(
-                "flow_ode has no log-probability; set method='flow_sde', 'flow_noise' or 'flow_cps' to train"
-            )
+            raise ValueError("flow_ode has no log-probability; set method='flow_sde', 'flow_noise' or 'flow_cps'")
         chain, step = tensordict.get(keys.DENOISE_CHAIN), tensordict.get(keys.DENOISE_STEP)
         observed, count = self.observe(tensordict), chain.shape[1] - 1
         schedule = flow.times(self.flow.num_steps, chain.device, summed=self.summed_times)

@@ -44,9 +44,7 @@ class PrefixCache:
     def to_entries(self, length: int) -> dict[tuple[str, str], Tensor]:
         """Return it as entries of a TensorDict, filled up to ``length`` tokens: kept while it is frozen."""
         missing = length - self.valid.shape[1]
-        first, second = (
-            F.pad(torch.stack(parts, dim=1), (0, 0, 0, missing)) for parts in zip(*self.layers, strict=True)
-        )
+        first, second = (F.pad(torch.stack(parts, 1), (0, 0, 0, missing)) for parts in zip(*self.layers, strict=True))
         return {PREFIX_KEYS: first, PREFIX_VALUES: second, PREFIX_VALID: F.pad(self.valid, (0, missing))}
 
     @classmethod

@@ -14,9 +14,15 @@ Formulas and defaults are those of RLinf (Zang et al. 2025, arXiv 2510.25889), c
 
 import itertools
 import math
+from typing import Self
 
 import torch
+from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.distributions import Normal, constraints
+
+from vla_common import keys
+from vla_policies.processing.action_tokens import SET_KEYS, check_shape
 
 _SHORTEST_PERIOD, _LONGEST_PERIOD = 4e-3, 4.0  # of the embedding of time
 NOISE_WIDTHS = (128, 64)  # of the layers of the noise network: RLinf's
@@ -81,6 +87,42 @@ def entropy(std: Tensor) -> Tensor:
     """Return the entropy of the Gaussian in nats, element by element; 0 where ``std`` is 0."""
     certain = std == 0
     return torch.where(certain, 0.0, torch.where(certain, 1.0, std).log() + 0.5 * math.log(2 * math.pi * math.e))
+
+
+class StepDistribution(Normal):
+    """A Gaussian over ``denoised``; a step without noise (``scale`` 0) counts nothing."""
+
+    arg_constraints = {"loc": constraints.real, "scale": constraints.nonnegative}  # noqa: RUF012  torch's own form
+    sampled: Tensor | None = None
+    action: Tensor | None = None
+
+    def of(self, tensordict: TensorDictBase) -> Self:
+        """Remember which entries of a rollout are what was sampled and the action that came of it."""
+        self.sampled, self.action = tensordict.get(keys.DENOISED, None), tensordict.get(keys.ACTION, None)
+        return self
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return the log-density, as in the rollout; ValueError for the action that came of it, or another shape."""
+        if value is not self.sampled:
+            check_shape(value, self.batch_shape)
+            if self._is_action(value):
+                raise ValueError(
+                    f"the policy sampled {keys.DENOISED!r}, and was asked for the probability of {keys.ACTION!r}, "
+                    f"which is in the simulator's units; {SET_KEYS}"
+                )
+        return log_prob(value, self.loc, self.scale)
+
+    def entropy(self) -> Tensor:
+        return entropy(self.scale)
+
+    def _is_action(self, value: Tensor) -> bool:
+        if self.action is None or value is self.action:
+            return self.action is not None
+        if torch.compiler.is_compiling() or value.shape != self.action.shape:
+            return False
+        # Stacked and reshaped batches give a new tensor each time they are asked.
+        same_as_sample = self.sampled is not None and torch.equal(value, self.sampled)
+        return torch.equal(value, self.action) and not same_as_sample
 
 
 class NoiseNetwork(nn.Module):

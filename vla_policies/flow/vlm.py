@@ -14,18 +14,19 @@ from torch.nn import functional as F
 
 from vla_common import keys
 from vla_policies.checkpoint.report import Report
-from vla_policies.checkpoint.weights import Entry, check_weights
+from vla_policies.checkpoint.weights import Entry, load_weights
 from vla_policies.flow.config import VLMFlowConfig
-from vla_policies.flow.memory import PREFIX_ROWS
+from vla_policies.flow.memory import PREFIX_ROWS, decision_memory
 from vla_policies.flow.policy import FlowPolicy
 from vla_policies.flow.prefix import PrefixCache
 from vla_policies.flow.steps import NOISE_WIDTHS, NoiseNetwork
-from vla_policies.nn.value_head import make_value_layers
+from vla_policies.memory import DecisionMemory
+from vla_policies.nn.blocks import make_value_layers
 from vla_policies.pretrained import PretrainedPolicy
 from vla_policies.processing.adapters import Adapter
 from vla_policies.processing.model_images import CAMERAS, ModelImages
 from vla_policies.processing.prompts import PromptTokens
-from vla_policies.sharding import ShardGroup, compute_device
+from vla_policies.sharding import ShardGroup
 
 _VALUE_WIDTHS = (512, 256, 128)  # of the value head's layers: RLinf's
 
@@ -49,10 +50,12 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     Attributes:
         vlm_name: in messages.
         expert_prefix: what names of the expert's layers begin with.
+        reads_state: the language model reads the state, after images and prompt.
     """
 
     vlm_name: ClassVar[str]
     expert_prefix: ClassVar[str]
+    reads_state: ClassVar[bool] = False
     head_names = ("value_head", "noise_network")
     lora_targets: ClassVar[tuple[str, ...]] = (
         *("q_proj", "k_proj", "v_proj", "o_proj", "out_proj"),
@@ -64,12 +67,11 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     folder: Any
     prompts: PromptTokens
     statistics: Any
+    lists_states: bool = False  # prompts do, not instructions alone
     pooled_by: str | None = None  # without a value head that reads the prefix
 
-    def __init__(
-        self, model: Any, folder: Any, config: VLMFlowConfig, adapter: Adapter, *, horizon: int, num_images: int
-    ):
-        sizes, stored, cameras = model.config, folder.heads, adapter.camera_keys(num_images)
+    def __init__(self, model: Any, folder: Any, config: VLMFlowConfig, adapter: Adapter, *, horizon: int, images: int):
+        sizes, stored, cameras = model.config, folder.heads, adapter.camera_keys(images)
         if adapter.action_dim > sizes.action_dim or adapter.state_dim > sizes.state_dim:
             room = min(sizes.action_dim, sizes.state_dim)
             raise ValueError(f"the checkpoint has room for {room} numbers, {adapter.benchmark} needs more")
@@ -86,7 +88,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         if self.noise_network is not None:
             stored.check_noise_range(config.noise_std_range)
         self.config, self.folder, self.unused_tensors = config, folder, {}
-        self.adapter, self.num_images = adapter, num_images
+        self.adapter, self.num_images = adapter, images
         self.action_dim, self.state_dim = adapter.action_dim, adapter.state_dim
         self.in_keys = [*cameras, keys.STATES, keys.TASK_DESCRIPTIONS]
         self.out_keys = [keys.MODEL_IMAGES, *self.out_keys]
@@ -103,8 +105,12 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     # ---- what a family says
 
     @abstractmethod
-    def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
-        """Read images and prompt; ``tokens`` int64 and ``valid`` bool are ``[N, L]``; ``output``: hidden states too."""
+    def pixels(self, tensordict: TensorDictBase) -> Tensor:
+        """Return the cameras as the network sees them: float32 ``[N, n, 3, h, w]`` from -1 to 1."""
+
+    @abstractmethod
+    def decision_sizes(self) -> tuple[int, int]:
+        """Return how many images a decision has and tokens the expert reads, also of a policy without numbers."""
 
     @classmethod
     @abstractmethod
@@ -114,6 +120,10 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     def value_widths(self) -> tuple[int, ...]:
         """Return the widths between, of the layers of a new value head."""
         return _VALUE_WIDTHS
+
+    def decision_memory(self) -> DecisionMemory:
+        images, tokens = self.decision_sizes()
+        return decision_memory(self.model, self.config, self.prefix_is_frozen, images, tokens, state=self.reads_state)
 
     # ---- inspection
 
@@ -126,7 +136,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
             checkpoint.check_statistics()
             model, entries = checkpoint.empty_model()
             unused = cast(Callable[[str], bool], cls.unused)  # which needs no policy
-            check_weights(model, entries, unused=unused, what=str(folder))
+            load_weights(model, entries, unused=unused, what=str(folder), check=True)
         except (FileNotFoundError, ValueError) as error:
             report.missing.append(str(error))
         return report
@@ -174,10 +184,6 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         if self.config.train_expert_only:
             self.model.vlm.requires_grad_(False)
 
-    @property
-    def device(self) -> torch.device:
-        return compute_device(self.model.action_in_proj.weight)
-
     def lora_layers(self, targets: Sequence[str]) -> list[str]:
         names = super().lora_layers(targets)
         return [name for name in names if name.startswith(self.expert_prefix) or not self.config.train_expert_only]
@@ -195,6 +201,14 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     def model_image_size(self) -> tuple[int, int]:
         return (self.model.config.vision.image_size,) * 2
 
+    def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
+        listed = None
+        if self.lists_states:
+            if states is None:
+                raise ValueError("prompts of pi0.5 list the state; pass states")
+            listed = self.statistics.normalize("state", self.adapter.joints.states(states))
+        return self.prompts(task_descriptions, listed).to(self.device)
+
     def _prefix(self, tensordict: TensorDictBase) -> tuple[PrefixCache, Tensor | None]:
         """Return what :meth:`precompute` kept of images and prompt, or compute it; and what the value head reads."""
         if (stored := PrefixCache.from_entries(tensordict)) is not None:
@@ -204,7 +218,8 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         longest = int(valid.sum(1).max())
         read = (self.config.value_after_vlm if self.value_head is not None else None) or self.pooled_by
         with torch.set_grad_enabled(torch.is_grad_enabled() and not self.prefix_is_frozen):
-            prefix = self.compute_prefix(tensordict, tokens[:, :longest], valid[:, :longest], output=read is not None)
+            inputs = self.pixels(tensordict), tokens[:, :longest], valid[:, :longest]
+            prefix = self.model.prefix(*inputs, output=read is not None)
         return prefix, None if read is None else prefix.pool(read)
 
     @property

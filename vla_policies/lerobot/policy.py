@@ -10,18 +10,17 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 from vla_common import keys
+from vla_common.plain import parse_json
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.flow.config import VLMFlowConfig
 from vla_policies.flow.heads import save_heads
-from vla_policies.flow.prefix import PrefixCache
 from vla_policies.flow.vlm import VLMFlowPolicy
-from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
-from vla_policies.lerobot.folder import LEROBOT, check_type
-from vla_policies.lerobot.prompts import LinePrompts
+from vla_policies.lerobot.checkpoint import LEROBOT, LeRobotCheckpoint, check_type
 from vla_policies.lerobot.statistics import NO_STATISTICS
 from vla_policies.processing.adapters import get_adapter, published_settings
 from vla_policies.processing.images import interpolate_with_pad
 from vla_policies.processing.normalization import summarise
+from vla_policies.processing.prompts import PromptTokens, read_tokenizer
 
 _HORIZON = 50  # of published checkpoints
 
@@ -67,16 +66,16 @@ class LeRobotPolicy(VLMFlowPolicy):
                 f"cameras: LeRobot's names of the cameras of {config.benchmark} are not known; set them, the "
                 "third-person camera first, such as cameras=[observation.images.image]"
             )
-        order = folder.folder.order_cameras(names, chosen=config.cameras is not None)
+        order = folder.order_cameras(names, chosen=config.cameras is not None)
         adapter = get_adapter(config.benchmark, LEROBOT)
-        super().__init__(model, folder, config, adapter, horizon=folder.horizon, num_images=len(names))
+        super().__init__(model, folder, config, adapter, horizon=folder.horizon, images=len(names))
         self.camera_order = order
         self.statistics = NO_STATISTICS
         if not config.new_statistics:
-            self.statistics = folder.folder.statistics()
+            self.statistics = folder.statistics()
             self.statistics.check(self.state_dim, self.action_dim)
-        longest = folder.folder.max_prompt_length if config.max_prompt_length is None else config.max_prompt_length
-        self.prompts = LinePrompts(folder.folder.tokenizer, longest)
+        longest = folder.max_prompt_length if config.max_prompt_length is None else config.max_prompt_length
+        self.prompts = LinePrompts(folder.tokenizer, longest)
 
     @classmethod
     def read_checkpoint(cls, folder: Path) -> Any:
@@ -90,8 +89,7 @@ class LeRobotPolicy(VLMFlowPolicy):
             return False
 
     def decision_sizes(self) -> tuple[int, int]:
-        """Return how many images a decision has and how many actions are denoised, also of a policy without numbers."""
-        cameras = self.config.cameras or (self.folder.folder.cameras if self.folder else ())
+        cameras = self.config.cameras or (self.folder.cameras if self.folder else ())
         return len(cameras) or 1, self.folder.horizon if self.folder else _HORIZON
 
     @classmethod
@@ -104,14 +102,7 @@ class LeRobotPolicy(VLMFlowPolicy):
 
     # ---- observations
 
-    def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
-        return self.prompts(task_descriptions).to(self.device)
-
-    def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
-        return self.model.prefix(self.pixels(tensordict), tokens, valid, output=output)
-
     def pixels(self, tensordict: TensorDictBase) -> Tensor:
-        """Return the cameras as the network sees them: float32 ``[N, n, 3, h, w]`` from -1 to 1."""
         images = tensordict.get(keys.MODEL_IMAGES, None)
         if keys.IMAGES in tensordict:
             images = self.kept_images(self.cameras(tensordict))
@@ -124,7 +115,7 @@ class LeRobotPolicy(VLMFlowPolicy):
 
     def cameras(self, tensordict: TensorDictBase) -> list[Tensor]:
         """Return the cameras in the order of the checkpoint's, see :class:`ModelImages`."""
-        cameras = self.adapter.cameras(tensordict, self.num_images)
+        cameras = super().cameras(tensordict)
         return [cameras[index] for index in self.camera_order]
 
     def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:
@@ -143,4 +134,23 @@ class LeRobotPolicy(VLMFlowPolicy):
         """Replace the checkpoint's statistics, which have no ``name``."""
         found = summarise(self.adapter.to_model(actions)[step_mask]), summarise(states)
         self.folder, self.config = self.folder.with_statistics(*found), replace(self.config, new_statistics=False)
-        self.statistics = self.folder.folder.statistics()
+        self.statistics = self.folder.statistics()
+
+
+class LinePrompts(PromptTokens):
+    """Instructions, each ended by a line break or with the state (pi0.5), to at most ``max_length`` tokens.
+
+    ``files`` are those of a tokenizer's folder, ``tokenizer.json`` and ``tokenizer_config.json``, else ValueError.
+    """
+
+    def __init__(self, files: Mapping[str, bytes], max_length: int):
+        self._tokenizer = read_tokenizer(files["tokenizer.json"], "tokenizer.json")
+        named = parse_json(files.get("tokenizer_config.json", b"{}")).get("pad_token")
+        text = named.get("content") if isinstance(named, dict) else named
+        padding = None if text is None else self._tokenizer.token_to_id(text)
+        if padding is None:
+            raise ValueError(f"tokenizer_config.json names no pad_token of the tokenizer ({text!r}); copy it again")
+        super().__init__(max_length, int(padding))
+
+    def tokenize(self, text: str, listed: bool = False) -> list[int]:
+        return self._tokenizer.encode(text if listed or text.endswith("\n") else f"{text}\n").ids

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -26,9 +26,7 @@ class FeatureStatistics:
     epsilon: float
 
     @classmethod
-    def read(
-        cls, tensors: Mapping[str, Tensor], feature: str, mode: str, epsilon: float, what: str
-    ) -> "FeatureStatistics":
+    def read(cls, tensors: Mapping[str, Tensor], feature: str, mode: str, epsilon: float, what: str) -> Self:
         """Take the statistics ``<feature>.<name>`` of a ``mode``; ValueError, which begins with ``what``, without."""
         if mode == IDENTITY:
             return cls(mode, torch.zeros(0), torch.zeros(0), epsilon)

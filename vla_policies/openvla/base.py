@@ -17,22 +17,20 @@ from vla_common.schema import EnvironmentShape
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.checkpoint.weights import Entry
 from vla_policies.memory import DecisionMemory
-from vla_policies.nn.value_head import ValueHead
-from vla_policies.openvla.checkpoint import OpenVLACheckpoint, family_of, save_heads
+from vla_policies.nn.blocks import ValueHead
+from vla_policies.openvla.checkpoint import OpenVLACheckpoint, Prompts, family_of, save_heads
 from vla_policies.openvla.config import OpenVLAConfig
 from vla_policies.openvla.film import FILE as FILM_FILE
-from vla_policies.openvla.film import Adapted, find_adapted, write_film
+from vla_policies.openvla.film import find_adapted, write_film
 from vla_policies.openvla.inspection import decision_memory, describe_checkpoint, make_meta_model
 from vla_policies.openvla.model import VALUE_HEAD, Prismatic
-from vla_policies.openvla.prompts import Prompts
 from vla_policies.pretrained import PretrainedPolicy
-from vla_policies.processing.action_tokens import ActionTokens
+from vla_policies.processing.action_tokens import ActionTokens, TokenDistribution, soft_cross_entropy
 from vla_policies.processing.adapters import get_adapter, published_settings
 from vla_policies.processing.images import ImagePreprocessor
 from vla_policies.processing.model_images import ModelImages
 from vla_policies.processing.normalization import ACTION, PROPRIO, ActionStatistics, summarise
-from vla_policies.processing.sampling import TokenDistribution, action_distribution, soft_cross_entropy
-from vla_policies.sharding import ShardGroup, compute_device
+from vla_policies.sharding import ShardGroup
 
 _VISION = ("proj", "qkv", "fc1", "fc2")
 _PROJECTOR = ("fc1", "fc2", "fc3")
@@ -65,7 +63,7 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
         self.adapter = get_adapter(config.benchmark, "openvla")
         self.config, self.folder = config, folder
         self.unused_tensors: dict[str, Tensor] = {}
-        self.film: Adapted | None = None  # of a checkpoint with FiLM: how its file is written again
+        self.film: dict[str, int] | None = None  # of a checkpoint with FiLM: how its file is written again
         self.statistics = ActionStatistics.from_json(folder.statistics, config.unnorm_key, config.statistics)
         self.token_dim = len(self.statistics.action)
         if config.action_dim not in (None, self.token_dim):
@@ -183,9 +181,6 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
     def model_image_size(self) -> tuple[int, int]:
         return self.preprocessor.size
 
-    def cameras(self, tensordict: TensorDictBase) -> list[Tensor]:
-        return self.adapter.cameras(tensordict, self.num_images)
-
     def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:
         return self.preprocessor.resize(cameras)
 
@@ -214,13 +209,9 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
         return self.prompts(task_descriptions).to(self.device)
 
-    @property
-    def device(self) -> torch.device:
-        return compute_device(self.model.language_model.model.norm.weight)
-
     def distribution(self, logits: Tensor, chosen: Tensor | None = None) -> TokenDistribution:
         """Return the distribution of tokens of logits ``[..., 256]``; ``chosen`` ``[...]`` were drawn earlier."""
-        return action_distribution(logits, self.config.temperature, self.config.top_k, chosen)
+        return TokenDistribution.of(logits, self.config.temperature, self.config.top_k, chosen)
 
     def value(self, state: Tensor) -> Tensor | None:
         """Return values ``[N, num_values]`` of hidden states ``[N, hidden]`` of the last prompt token."""

@@ -7,7 +7,7 @@ published layout has no place for: family, head, sequence layout, chunk and the 
 """
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -18,16 +18,18 @@ from torch import Tensor, nn
 
 from vla_common.plain import read_json
 from vla_policies.checkpoint.hub import resolve
-from vla_policies.checkpoint.parts import in_first
+from vla_policies.checkpoint.parts import in_first, write_pickled
 from vla_policies.checkpoint.settings import OPTIONS, read_options
-from vla_policies.checkpoint.weights import Entry, check_weights, list_weights, load_head, load_weights, write_folder
-from vla_policies.checkpoint.writing import write_pickled
-from vla_policies.nn.dino_siglip_config import VisionConfig, heads_of
+from vla_policies.checkpoint.weights import Entry, list_weights, load_head, load_weights, write_folder
+from vla_policies.nn.dino_siglip import VisionConfig, heads_of
 from vla_policies.nn.llama import LlamaConfig
 from vla_policies.openvla.film import read_film, remove
-from vla_policies.openvla.model import VALUE_HEAD, Prismatic, PrismaticConfig
+from vla_policies.openvla.model import BOS, PAD, VALUE_HEAD, Prismatic, PrismaticConfig
+from vla_policies.processing.prompts import PromptTokens, read_tokenizer
 
 FAMILIES = ("openvla", "openvla_oft")
+SPACE = 29871  # token id of a blank in Llama-2
+_TEMPLATE = "In: What action should the robot take to {instruction}?\nOut: "
 _STATISTICS = "dataset_statistics.json"
 _PARTS = {"action_head": "action_head--*", "proprio_projector": "proprio_projector--*", "film": "vision_backbone--*"}
 _CARRIED = (
@@ -85,10 +87,8 @@ class OpenVLACheckpoint:
     @property
     def family(self) -> str:
         """``openvla`` or ``openvla_oft``; published files without OFT's parts do not tell, and count as ``openvla``."""
-        if "family" in self.options:
-            return self.options["family"]
         parts = (self.action_head, self.proprio_projector, self.film)
-        return "openvla_oft" if any(parts) else self.config["model_type"]
+        return self.options.get("family", "openvla_oft" if any(parts) else self.config["model_type"])
 
     @property
     def family_is_known(self) -> bool:
@@ -111,9 +111,7 @@ class OpenVLACheckpoint:
         vision = VisionConfig.from_shapes(shapes, heads_of(self.config))
         language = LlamaConfig.from_dict(self.config.get("text_config", {}))
         if language.num_hidden_layers > len(entries):
-            raise ValueError(
-                f"text_config of {self.path} has {language.num_hidden_layers} layers, its weights have not"
-            )
+            raise ValueError(f"text_config of {self.path} has {language.num_hidden_layers} layers, its weights do not")
         padding = self.config.get("pad_to_multiple_of", PrismaticConfig.vocabulary_padding)
         with torch.device("meta"):
             return Prismatic(PrismaticConfig(vision, language, vocabulary_padding=padding)), entries
@@ -124,11 +122,10 @@ class OpenVLACheckpoint:
         ``check`` compares names and shapes instead, which reads headers only. FileNotFoundError: the checkpoint lacks
         another head; ValueError: a file that does not fit.
         """
-        of_weights: Callable[..., object] = check_weights if check else load_weights
         for name, head in heads.items():
             file: Path | None = getattr(self, name)
             if name == "value_head" and self.value_head_in_weights:
-                of_weights(head, self.weights, prefix=VALUE_HEAD)
+                load_weights(head, self.weights, prefix=VALUE_HEAD, check=check)
             elif file is not None:
                 load_head(head, file, prefix=VALUE_HEAD if name == "value_head" else "", check=check)
             elif name != "value_head":
@@ -181,3 +178,26 @@ def _part(folder: Path, pattern: str) -> Path | None:
         names = ", ".join(file.name for file in files)
         raise ValueError(f"{folder} has {len(files)} files for the same part: {names}; keep the one that you mean")
     return files[0] if files else None
+
+
+class Prompts(PromptTokens):
+    """Instructions to prompt tokens.
+
+    ``folder`` has Llama-2's ``tokenizer.json``, else FileNotFoundError or ValueError; nothing in it is executed.
+    ``max_length`` is ``L``, tokens of the longest prompt, ``<s>`` and the closing space included.
+    """
+
+    def __init__(self, folder: str | Path, max_length: int):
+        file = Path(folder) / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(f"{folder} has no tokenizer.json; copy that of the original checkpoint into it")
+        self._tokenizer = read_tokenizer(file.read_bytes(), str(file))
+        if self._tokenizer.token_to_id("▁") != SPACE or self._tokenizer.token_to_id("<s>") != BOS:
+            raise ValueError(f"{file} is not Llama-2's tokenizer: '▁' must be token {SPACE} and <s> {BOS}")
+        super().__init__(max_length, PAD)
+
+    def tokenize(self, text: str, listed: bool = False) -> list[int]:
+        """Return ``<s>``, the prompt and a final space (29871)."""
+        ids = self._tokenizer.encode(_TEMPLATE.format(instruction=text.lower())).ids
+        before, after = [BOS] if ids[0] != BOS else [], [SPACE] if ids[-1] != SPACE else []
+        return [*before, *ids, *after]

@@ -15,24 +15,15 @@ import torch
 from torch import Tensor
 
 from vla_common.tensor_files import load_tensors
-from vla_policies.checkpoint.parts import in_first
+from vla_policies.checkpoint.parts import in_first, write_pickled
 from vla_policies.checkpoint.weights import Entry, Loaded
-from vla_policies.checkpoint.writing import write_pickled
-from vla_policies.nn.dino_siglip_config import PREFIX
+from vla_policies.nn.dino_siglip import PREFIX
 
 FILE = "vision_backbone--latest_checkpoint.pt"
 _OUR_BLOCK = re.compile(r"\.blocks\.(\d+)\.(?!scale\.|shift\.)")
 _THEIR_BLOCK = re.compile(r"\.blocks\.(\d+)\.block\.")
 _BASE, _LORA_A, _LORA_B = ".base_layer.", ".lora_A.default.weight", ".lora_B.default.weight"
 _LARGEST_ALPHA = 16
-
-
-@dataclass(frozen=True)
-class Adapted:
-    """Which layers have adapters in the file, by our names, and of which rank."""
-
-    layers: frozenset[str]
-    rank: int
 
 
 @dataclass(frozen=True)
@@ -65,42 +56,38 @@ def read_film(file: Path) -> dict[str, Entry]:
         ours, lora = _THEIR_BLOCK.sub(r".blocks.\1.", name).replace(_BASE, "."), None
         layer = name.partition(_BASE)[0]
         if name.endswith(f"{_BASE}weight") and f"{layer}{_LORA_A}" in stored:
-            lora = stored[f"{layer}{_LORA_A}"], stored.get(f"{layer}{_LORA_B}", tensor.new_empty(0, 0))
-            if (
-                not len(lora[0])
-                or tensor.shape != (len(lora[1]), lora[0].shape[-1])
-                or lora[1].shape[1:] != lora[0].shape[:1]
-            ):
+            lora = down, up = stored[f"{layer}{_LORA_A}"], stored.get(f"{layer}{_LORA_B}", tensor.new_empty(0, 0))
+            if not len(down) or tensor.shape != (len(up), down.shape[-1]) or up.shape[1:] != down.shape[:1]:
                 raise ValueError(f"{file} has an adapter that does not fit its layer, {layer}; copy it again")
         entries[ours] = _Merged(file, name, tuple(tensor.shape), tensor.dtype, tensor, lora)
     return entries
 
 
-def find_adapted(entries: Mapping[str, Entry]) -> Adapted | None:
-    """Tell which of the tensors had adapters in a file with FiLM; ``None`` if none is of such a file."""
+def find_adapted(entries: Mapping[str, Entry]) -> dict[str, int] | None:
+    """Return ranks of the adapters in a file with FiLM by our names of their layers; ``None`` without such a file."""
     merged = {name: entry.lora for name, entry in entries.items() if isinstance(entry, _Merged)}
     ranks = {name.removesuffix(".weight"): len(lora[0]) for name, lora in merged.items() if lora is not None}
-    return Adapted(frozenset(ranks), max(ranks.values(), default=0)) if merged else None
+    return ranks if merged else None
 
 
-def write_film(folder: Path, weights: Mapping[str, Tensor], adapted: Adapted) -> dict[str, Tensor]:
+def write_film(folder: Path, weights: Mapping[str, Tensor], ranks: Mapping[str, int]) -> dict[str, Tensor]:
     """Write the file from all weights of a model; returns those that belong into the main weights.
 
-    Older files of this kind in the folder are removed; ``adapted`` is that of :func:`find_adapted`.
+    Older files of this kind in the folder are removed; ``ranks`` are those of :func:`find_adapted`.
     """
-    stored: dict[str, Tensor] = {}
+    rank, stored = max(ranks.values(), default=0), dict[str, Tensor]()
     for ours, tensor in weights.items():
         if not ours.startswith(PREFIX):
             continue
         layer, _, kind = ours.rpartition(".")
         theirs = _OUR_BLOCK.sub(r".blocks.\1.block.", f"{layer}.").removesuffix(".")
-        if layer not in adapted.layers:
+        if layer not in ranks:
             stored[f"{theirs}.{kind}"] = tensor
             continue
         stored[f"{theirs}{_BASE}{kind}"] = tensor
         if kind == "weight":
-            stored[f"{theirs}{_LORA_A}"] = torch.zeros(adapted.rank, tensor.shape[1], dtype=tensor.dtype)
-            stored[f"{theirs}{_LORA_B}"] = torch.zeros(tensor.shape[0], adapted.rank, dtype=tensor.dtype)
+            stored[f"{theirs}{_LORA_A}"] = torch.zeros(rank, tensor.shape[1], dtype=tensor.dtype)
+            stored[f"{theirs}{_LORA_B}"] = torch.zeros(tensor.shape[0], rank, dtype=tensor.dtype)
     in_first(stored.values(), lambda: remove(folder, "vision_backbone--*"))
     write_pickled(folder / FILE, stored)
     return {name: tensor for name, tensor in weights.items() if not re.search(r"\.blocks\.\d+\.(scale|shift)\.", name)}

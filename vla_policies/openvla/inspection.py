@@ -10,13 +10,12 @@ from torch import Tensor
 
 from vla_policies.checkpoint.lora import ADAPTER
 from vla_policies.checkpoint.report import NOT_SAID, Report, describe_weights
-from vla_policies.checkpoint.weights import check_weights
+from vla_policies.checkpoint.weights import load_weights
 from vla_policies.memory import PROMPT_LENGTH, DecisionMemory, Stack
-from vla_policies.nn.dino_siglip_config import VisionConfig
-from vla_policies.openvla.checkpoint import OpenVLACheckpoint
+from vla_policies.nn.dino_siglip import VisionConfig
+from vla_policies.openvla.checkpoint import OpenVLACheckpoint, Prompts
 from vla_policies.openvla.config import OpenVLAConfig, pixels_of
 from vla_policies.openvla.model import Prismatic, PrismaticConfig
-from vla_policies.openvla.prompts import Prompts
 from vla_policies.processing.normalization import ACTION, KINDS
 
 ACTION_DIM, PROPRIO_DIM = 7, 8  # of the published checkpoints, RoboTwin's and ALOHA's aside
@@ -59,7 +58,7 @@ def describe_checkpoint(folder: Path) -> Report:
         value_head = "in the weights" if checkpoint.value_head_in_weights else _name_or_no(checkpoint.value_head)
         facts["value head"] = "no: a new one is initialised" if value_head == "no" else value_head
         model, entries = checkpoint.empty_model()
-        check_weights(model, entries, unused=model.unused, what=str(folder))
+        load_weights(model, entries, unused=model.unused, what=str(folder), check=True)
     except (FileNotFoundError, ValueError) as error:
         report.missing.append(f"weights: {error}")
     return report
@@ -122,7 +121,7 @@ def decision_memory(model: Prismatic, config: OpenVLAConfig, action_dim: int) ->
     """Return the stacks of a decision, DINOv2, SigLIP and Llama, and its cache of tokens that are decoded in turn."""
     chunk, parallel = getattr(config, "num_action_chunks", 1), hasattr(config, "layout")  # OpenVLA-OFT
     images, vision = getattr(config, "num_images_in_input", 1), model.vision_backbone
-    film = vision.config.film_dim
+    film = vision.featurizer.config.film_dim
 
     def see(block: Callable[..., Any], hidden: Tensor) -> Any:
         return block(hidden, None if film is None else hidden.new_zeros(images, film))

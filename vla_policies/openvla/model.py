@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vla_policies.nn.dino_siglip import DualVisionBackbone
-from vla_policies.nn.dino_siglip_config import VisionConfig
+from vla_policies.nn.dino_siglip import DualVisionBackbone, VisionConfig
 from vla_policies.nn.llama import Llama, LlamaConfig
 from vla_policies.nn.rotary import positions_of
 
-BOS, STOP = 1, 2  # token ids of Llama-2
+BOS, STOP, PAD = 1, 2, 32000  # token ids of Llama-2, with the padding of prompts that OpenVLA adds
 VALUE_HEAD = "value_head."  # prefix of its names among the weights
 
 
@@ -26,7 +25,6 @@ class PrismaticConfig:
     language: LlamaConfig = field(default_factory=LlamaConfig)
     num_action_tokens: int = 256  # ids that mean actions, the last ones of the text vocabulary
     vocabulary_padding: int = 64  # rows of lm_head after the text vocabulary
-    pad_token: int = 32000  # id that fills up prompts
 
     @property
     def action_window(self) -> slice:
@@ -80,11 +78,11 @@ class Prismatic(nn.Module):
         proprioception token; ``stop``: the sequence will end with STOP, which FiLM's mean includes. Returns embeddings
         ``[N, P, hidden]`` and which of them are valid, bool ``[N, P]``; the last one always is.
         """
-        text, text_valid = pack_right(prompt_tokens, self.config.pad_token)
+        text, text_valid = pack_right(prompt_tokens, PAD)
         begin = self.language_model.embed(torch.full_like(text[:, :1], BOS))
         words = self.language_model.embed(text)
         language = None
-        if self.config.vision.film_dim is not None:
+        if self.config.vision.featurizer.film_dim is not None:
             spoken = [begin, words * text_valid.unsqueeze(-1)]
             if stop:
                 spoken.append(self.language_model.embed(torch.full_like(text[:, :1], STOP)))

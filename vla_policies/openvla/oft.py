@@ -4,13 +4,13 @@ from typing import Any, ClassVar
 
 import torch
 from tensordict import TensorDictBase
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
 from vla_common import keys
 from vla_policies.openvla.base import PrismaticPolicy
 from vla_policies.openvla.checkpoint import OpenVLACheckpoint
 from vla_policies.openvla.config import OpenVLAOFTConfig, pixels_of
-from vla_policies.openvla.heads import L1Head, ProprioProjector
 from vla_policies.openvla.model import STOP, Prismatic
 
 
@@ -115,7 +115,63 @@ class OpenVLAOFT(PrismaticPolicy):
 
     def _logits(self, states: Tensor) -> Tensor:
         if self.action_head is not None:
-            raise ValueError(
-                "the L1 head has no log-probability; clone with the recipe sft, or set head='tokens' for PPO, GRPO"
-            )
+            raise ValueError("the L1 head has no log-probability; take the recipe sft, or head='tokens' for PPO, GRPO")
         return super()._logits(states)
+
+
+# What OpenVLA-OFT adds to OpenVLA, by the names in its checkpoint files (without "module.").
+
+
+class L1Head(nn.Module):
+    """Continuous actions from hidden states of a chunk: a residual MLP, one row per primitive action."""
+
+    def __init__(self, hidden_size: int, action_dim: int):
+        super().__init__()
+        self.action_dim = action_dim
+        self.model = ResidualMLP(hidden_size * action_dim, hidden_size, action_dim)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the normalised actions float32 ``[N, C, A]`` of hidden states ``[N, C * A, hidden]``, not clamped."""
+        features = hidden.to(self.model.fc1.weight.dtype).unflatten(1, (-1, self.action_dim)).flatten(2)
+        return self.model(features).float()
+
+
+class ResidualMLP(nn.Module):
+    """A layer, residual blocks and another layer, with a norm before each of the two."""
+
+    def __init__(self, size: int, inner: int, out: int):
+        super().__init__()
+        self.layer_norm1 = nn.LayerNorm(size)
+        self.fc1 = nn.Linear(size, inner)
+        self.mlp_resnet_blocks = nn.ModuleList(ResidualBlock(inner) for _ in range(2))
+        self.layer_norm2 = nn.LayerNorm(inner)
+        self.fc2 = nn.Linear(inner, out)
+
+    def forward(self, features: Tensor) -> Tensor:
+        features = F.relu(self.fc1(self.layer_norm1(features)))
+        for block in self.mlp_resnet_blocks:
+            features = block(features)
+        return self.fc2(self.layer_norm2(features))
+
+
+class ResidualBlock(nn.Module):
+    """``x + relu(linear(norm(x)))``."""
+
+    def __init__(self, size: int):
+        super().__init__()
+        self.ffn = nn.Sequential(nn.LayerNorm(size), nn.Linear(size, size), nn.ReLU())
+
+    def forward(self, features: Tensor) -> Tensor:
+        return features + self.ffn(features)
+
+
+class ProprioProjector(nn.Module):
+    """Proprioception ``[N, S]`` in -1..1 as one token ``[N, 1, hidden]``."""
+
+    def __init__(self, state_dim: int, hidden_size: int):
+        super().__init__()
+        self.fc1 = nn.Linear(state_dim, hidden_size)
+        self.fc2 = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.fc2(F.gelu(self.fc1(states.to(self.fc1.weight.dtype)))).unsqueeze(1)

@@ -1,22 +1,21 @@
 """A tiny OpenVLA checkpoint in the published layout: random weights, a tokenizer of few words, invented statistics."""
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from vla_policies.checkpoint.weights import WEIGHTS
-from vla_policies.checkpoint.writing import write_pickled, write_safetensors
+from vla_policies.checkpoint.parts import write_pickled
+from vla_policies.checkpoint.weights import write_folder
 from vla_policies.nn.blocks import Mlp
-from vla_policies.nn.dino_siglip_config import TransformerConfig, VisionConfig
+from vla_policies.nn.dino_siglip import TransformerConfig, VisionConfig
 from vla_policies.nn.llama import LlamaConfig
-from vla_policies.openvla.heads import L1Head, ProprioProjector
+from vla_policies.openvla.checkpoint import SPACE
 from vla_policies.openvla.inspection import ACTION_DIM, PROPRIO_DIM
-from vla_policies.openvla.model import BOS, STOP, Prismatic, PrismaticConfig
-from vla_policies.openvla.prompts import PAD, SPACE
+from vla_policies.openvla.model import BOS, PAD, STOP, Prismatic, PrismaticConfig
+from vla_policies.openvla.oft import L1Head, ProprioProjector
 from vla_policies.processing.prompts import make_bpe
 
 _WIDTH, _MLP, _HEADS = 32, 64, 16  # as many heads as the names of the published vision models stand for
@@ -65,7 +64,6 @@ def write_tiny(
     model = Prismatic(PrismaticConfig(_VISION, LlamaConfig.from_dict(_LANGUAGE)))
     _add_unread(model.vision_backbone)
     tensors = {name: tensor.to(torch.bfloat16) for name, tensor in model.state_dict().items()}
-    write_safetensors(folder / WEIGHTS, tensors, {"format": "pt"})
     parts: dict[str, nn.Module] = {"action_head": L1Head(_WIDTH, action_dim)} if l1 else {}
     if proprio:
         parts["proprio_projector"] = ProprioProjector(proprio_dim, _WIDTH)
@@ -73,14 +71,13 @@ def write_tiny(
         state = {f"module.{key}": tensor for key, tensor in head.state_dict().items()}
         write_pickled(folder / f"{name}--150000_checkpoint.pt", state)
     size = _VISION.image_size
-    files: dict[str, Mapping[str, Any]] = {
+    files = {
         "config.json": {**_CONFIG, "image_sizes": [size, size]},
         "preprocessor_config.json": {"input_sizes": 2 * [[3, size, size]], "means": _MEANS, "stds": _STDS},
         "dataset_statistics.json": {statistics: _statistics(action_dim, proprio_dim)},
         "tokenizer.json": _tokenizer(words),
     }
-    for file, content in files.items():
-        (folder / file).write_text(json.dumps(content, indent=1) + "\n")
+    write_folder(folder, tensors, files)
 
 
 def _add_unread(backbone: nn.Module) -> None:

@@ -72,9 +72,7 @@ class Pi0Statistics:
             if self.quantiles:
                 check_order(first[:size], second[:size], of, self.names)
             elif min(second[:size]) < 0 or not any(second[:size]):
-                raise ValueError(
-                    f"{of}: std is {list(second[:size])}, must be greater than 0; copy the statistics again"
-                )
+                raise ValueError(f"{of}: std is {list(second[:size])}, must be above 0; copy the statistics again")
             if (shortest := min(len(first), len(second))) < size:
                 raise ValueError(
                     f"norm_stats of {self.key!r} have {shortest} numbers of {what}, the benchmark has "

@@ -11,14 +11,13 @@ from torch import Tensor
 from vla_common.plain import read_small
 from vla_common.schema import get_schema
 from vla_policies.flow.config import VLMFlowConfig
-from vla_policies.lerobot.folder import ACTION, LARGEST, LEROBOT, STATE, LeRobotFolder
+from vla_policies.lerobot.checkpoint import ACTION, LEROBOT, STATE
 from vla_policies.lerobot.policy import LeRobotConfig
-from vla_policies.lerobot.processors import make_processors
+from vla_policies.lerobot.processors import LARGEST, make_processors
 from vla_policies.lerobot.statistics import MEAN_STD, to_tensors
 from vla_policies.pi0.checkpoint import TOKENIZERS, UNUSED, Pi0Checkpoint
-from vla_policies.pi0.config import Pi0Config
 from vla_policies.pi0.lerobot import LeRobotPi0, LeRobotPi0Checkpoint
-from vla_policies.pi0.policy import Pi0
+from vla_policies.pi0.policy import Pi0, Pi0Config
 from vla_policies.pi0.presets import list_presets
 from vla_policies.policy import VLAPolicy
 from vla_policies.processing.adapters import published_settings
@@ -83,9 +82,9 @@ def _to_lerobot(policy: Pi0, kind: str, tokenizer: dict[str, bytes]) -> LeRobotP
         "dtype": str(policy.model.dtype).removeprefix("torch."),
     }
     processors = make_processors(LeRobotPi0Checkpoint.kinds[kind], config, kind)
-    folder = LeRobotFolder(policy.folder.path, config, {}, processors, (statistics, statistics), tokenizer, {})
+    folder = LeRobotPi0Checkpoint(policy.folder.path, config, {}, processors, (statistics, statistics), tokenizer, {})
     settings = LeRobotConfig(**_settings(policy), cameras=cameras)
-    return LeRobotPi0(policy.model, LeRobotPi0Checkpoint(folder), settings)
+    return LeRobotPi0(policy.model, folder, settings)
 
 
 def _to_openpi(policy: LeRobotPi0, kind: str, tokenizer: bytes) -> Pi0:
@@ -100,7 +99,7 @@ def _to_openpi(policy: LeRobotPi0, kind: str, tokenizer: bytes) -> Pi0:
         raise ValueError(f"openpi has no {kind} for {benchmark}")
     statistics = {
         what: {name: each[f"{feature}.{name}"].tolist() for name in _NAMES if f"{feature}.{name}" in each}
-        for (what, feature), each in zip(_PARTS, policy.folder.folder.tensors, strict=True)
+        for (what, feature), each in zip(_PARTS, policy.folder.tensors, strict=True)
     }
     config = {"action_dim": sizes.action_dim, "discrete_state_input": sizes.pi05, "extra_delta_transform": False}
     folder = Pi0Checkpoint(policy.folder.path, config, {}, {benchmark: statistics}, tokenizer, {})

@@ -1,6 +1,6 @@
 """pi0 and pi0.5 in LeRobot's layout: openpi's networks, with LeRobot's images, prompts, statistics and cameras."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -8,10 +8,8 @@ import torch
 from torch import Tensor
 
 from vla_policies.checkpoint.weights import Entry
-from vla_policies.flow import memory
 from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
-from vla_policies.lerobot.policy import LeRobotPolicy
-from vla_policies.memory import DecisionMemory
+from vla_policies.lerobot.policy import LeRobotConfig, LeRobotPolicy
 from vla_policies.pi0.checkpoint import EMBEDDINGS, LM_HEAD, is_unused, model_weights
 from vla_policies.pi0.model import EXPERT, Pi0Model, Pi0ModelConfig, published_sizes, stays_float32
 
@@ -30,26 +28,26 @@ class LeRobotPi0Checkpoint(LeRobotCheckpoint):
 
     def empty_model(self) -> tuple[Pi0Model, dict[str, Entry]]:
         # As LeRobot: names of the other kind, and a projection that pi0.5 has no use for.
-        pi05, time, other = self.folder.config["type"] == "pi05", "action_time_mlp_", "time_mlp_"
+        pi05, time, other = self.config["type"] == "pi05", "action_time_mlp_", "time_mlp_"
         if pi05:
             time, other = other, time
         entries = {
             f"{time}{key.removeprefix(other)}" if key.startswith(other) else key: entry
-            for key, entry in model_weights(self.folder.model_weights).items()
+            for key, entry in model_weights(self.model_weights).items()
             if not (pi05 and key.startswith("state_proj."))
         }
         shapes = {key: entry.shape for key, entry in entries.items()}
         with torch.device("meta"):
             return Pi0Model(Pi0ModelConfig.from_shapes(shapes, self.options.get(_VISION_HEADS))), entries
 
-    def write(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
+    def write(self, folder: str | Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
         """Write the token embeddings as the head that LeRobot asks for, and by their own name where they had it.
 
         LeRobot reads the one that comes last in the file.
         """
         stored = dict(weights)
         embeddings = stored.pop(EMBEDDINGS)
-        if EMBEDDINGS in self.folder.model_weights:
+        if EMBEDDINGS in self.model_weights:
             stored[EMBEDDINGS] = embeddings
         return super().write(folder, {**stored, LM_HEAD: embeddings}, options)
 
@@ -71,6 +69,10 @@ class LeRobotPi0(LeRobotPolicy):
     unused = staticmethod(is_unused)
     needs_float32 = staticmethod(stays_float32)
 
+    def __init__(self, model: Pi0Model, folder: LeRobotPi0Checkpoint, config: LeRobotConfig):
+        super().__init__(model, folder, config)
+        self.lists_states = model.config.pi05
+
     @classmethod
     def published_model(cls, **_: Any) -> Pi0Model:
         return Pi0Model(published_sizes(pi05=False))
@@ -79,14 +81,6 @@ class LeRobotPi0(LeRobotPolicy):
         heads = {_VISION_HEADS: self.model.config.vision.heads}
         return super().write_checkpoint(folder, weights, {**options, **heads})
 
-    def decision_memory(self) -> DecisionMemory:
-        images, horizon = self.decision_sizes()
-        tokens = horizon + (0 if self.model.config.pi05 else 1)
-        return memory.decision_memory(self.model, self.config, self.prefix_is_frozen, images, tokens)
-
-    def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
-        if not self.model.config.pi05:
-            return super().prompt_tokens(task_descriptions)
-        if states is None:
-            raise ValueError("prompts of pi0.5 list the state; pass states")
-        return self.prompts(task_descriptions, self.statistics.normalize("state", states)).to(self.device)
+    def decision_sizes(self) -> tuple[int, int]:
+        images, horizon = super().decision_sizes()
+        return images, horizon + (0 if self.model.config.pi05 else 1)

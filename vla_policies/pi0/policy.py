@@ -1,29 +1,52 @@
 """pi0 and pi0.5: flow-matching Vision-Language-Action policies that load openpi's PyTorch checkpoints."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Ge, Le
 from tensordict import TensorDictBase
 from torch import Tensor
 
+from vla_common.settings import Length
 from vla_policies.checkpoint.settings import SettingError
-from vla_policies.flow import memory
+from vla_policies.flow.config import VLMFlowConfig
 from vla_policies.flow.heads import save_heads
-from vla_policies.flow.prefix import PrefixCache
 from vla_policies.flow.vlm import VLMFlowPolicy
-from vla_policies.memory import DecisionMemory
-from vla_policies.pi0.checkpoint import Pi0Checkpoint, is_pi0, is_unused
-from vla_policies.pi0.config import Pi0Config
+from vla_policies.pi0.checkpoint import TOKENIZERS, Pi0Checkpoint, is_pi0, is_unused
 from vla_policies.pi0.model import EXPERT, Pi0Model, published_sizes, stays_float32
 from vla_policies.pi0.presets import FAMILY, get_adapter, get_preset
-from vla_policies.pi0.prompts import Pi0Prompts
 from vla_policies.processing.images import resize_with_pad
 from vla_policies.processing.normalization import summarise
+from vla_policies.processing.prompts import PromptTokens, one_line
 
+SLOTS = 3  # of the model, for images: base, left wrist, right wrist
+BOS, PAD = 2, 0  # token ids of PaliGemma
 _HORIZON = 50  # as published
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pi0Config(VLMFlowConfig):
+    """Settings of a :class:`Pi0`, in addition to those of a :class:`VLMFlowConfig`.
+
+    Prompts have at most 48 tokens, and 200 for pi0.5, unless ``max_prompt_length`` says otherwise.
+
+    Attributes:
+        config_name: the published variant, see :func:`vla_policies.pi0.presets.list_presets`.
+        adapt_to_pi: the checkpoint counts joints and grippers as pi's own robots do, not as the benchmark (openpi's
+            setting of that name); ``None`` for what the published variant does. No file says it.
+        norm_stats_id: data set whose statistics are used; may be left out if the checkpoint has one.
+        action_horizon: actions that are denoised together; ``None`` for the checkpoint's or the preset's.
+        num_images_in_input: cameras, the third-person one first, then wrist cameras; 3 at most.
+    """
+
+    config_name: str
+    adapt_to_pi: bool | None = None
+    norm_stats_id: str | None = None
+    action_horizon: Length | None = None
+    num_images_in_input: Annotated[int, Ge(1), Le(SLOTS)] = 1
 
 
 class Pi0(VLMFlowPolicy):
@@ -37,9 +60,7 @@ class Pi0(VLMFlowPolicy):
 
     family: ClassVar[str] = FAMILY
     config_class: ClassVar[type[Pi0Config]] = Pi0Config
-    checkpoint_settings: ClassVar[tuple[str, ...]] = (
-        *("config_name", "adapt_to_pi", "num_images_in_input", "action_horizon"),
-    )
+    checkpoint_settings = ("config_name", "adapt_to_pi", "num_images_in_input", "action_horizon")
     needed_settings: ClassVar[Mapping[str, str]] = {"benchmark": "libero", "config_name": "pi05_libero"}
     vlm_name, expert_prefix = "PaliGemma", EXPERT
 
@@ -56,11 +77,9 @@ class Pi0(VLMFlowPolicy):
         if preset.benchmark != config.benchmark:
             raise ValueError(f"{config.config_name} is for {preset.benchmark}, not for {config.benchmark!r}")
         adapter = get_adapter(config.config_name, config.adapt_to_pi)
-        horizon = config.action_horizon
-        if horizon is None:
-            horizon = folder.config.get("action_horizon", preset.horizon)
-        super().__init__(model, folder, config, adapter, horizon=horizon, num_images=config.num_images_in_input)
-        self.preset = preset
+        horizon = config.action_horizon or folder.config.get("action_horizon", preset.horizon)
+        super().__init__(model, folder, config, adapter, horizon=horizon, images=config.num_images_in_input)
+        self.preset, self.lists_states = preset, preset.state_in_prompt
         self.statistics = folder.select_statistics(config.norm_stats_id, quantiles=preset.pi05)
         self.statistics.check(self.state_dim, self.action_dim)
         longest = (200 if preset.pi05 else 48) if config.max_prompt_length is None else config.max_prompt_length
@@ -86,28 +105,15 @@ class Pi0(VLMFlowPolicy):
         name = getattr(self.config, "config_name", None)
         return (get_preset(name).value_head if name else None) or super().value_widths()
 
-    def decision_memory(self) -> DecisionMemory:
+    def decision_sizes(self) -> tuple[int, int]:
         config, name = self.config, getattr(self.config, "config_name", None)
-        tokens = config.action_horizon or (get_preset(name).horizon if name else _HORIZON)
-        tokens += 0 if self.model.config.pi05 else 1
-        return memory.decision_memory(self.model, config, self.prefix_is_frozen, config.num_images_in_input, tokens)
+        horizon = config.action_horizon or (get_preset(name).horizon if name else _HORIZON)
+        return config.num_images_in_input, horizon + (0 if self.model.config.pi05 else 1)
 
     # ---- observations
 
-    def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
-        if not self.preset.state_in_prompt:
-            return self.prompts(task_descriptions).to(self.device)
-        if states is None:
-            raise ValueError(f"prompts of {self.config.config_name} list the state; pass states")
-        states = self.adapter.joints.states(states)
-        return self.prompts(task_descriptions, self.statistics.normalize("state", states)).to(self.device)
-
-    def compute_prefix(self, tensordict: TensorDictBase, tokens: Tensor, valid: Tensor, output: bool) -> PrefixCache:
-        images = self.model_images(tensordict).permute(0, 1, 4, 2, 3).float() / 127.5 - 1.0
-        return self.model.prefix(images, tokens, valid, output=output)
-
-    def cameras(self, tensordict: TensorDictBase) -> list[Tensor]:
-        return self.adapter.cameras(tensordict, self.config.num_images_in_input)
+    def pixels(self, tensordict: TensorDictBase) -> Tensor:
+        return self.model_images(tensordict).permute(0, 1, 4, 2, 3).float() / 127.5 - 1.0
 
     def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:
         return torch.stack([resize_with_pad(camera, self.model_image_size) for camera in cameras], dim=1)
@@ -136,3 +142,26 @@ class Pi0(VLMFlowPolicy):
         relative = list(self.preset.relative)
         offset[:, 0, relative] = self.adapter.joints.states(states)[:, relative]
         return offset
+
+
+class Pi0Prompts(PromptTokens):
+    """Instructions (and, for some pi0.5 checkpoints, states) to at most ``max_length`` tokens.
+
+    ``model`` is the content of the sentencepiece file, else ValueError.
+    """
+
+    def __init__(self, model: bytes, max_length: int):
+        from sentencepiece import SentencePieceProcessor
+
+        try:
+            self._tokenizer = SentencePieceProcessor(model_proto=model)
+        except RuntimeError as error:
+            raise ValueError(f"{' or '.join(TOKENIZERS)} is no sentencepiece file ({error}); copy it again") from error
+        if self._tokenizer.bos_id() != BOS:
+            raise ValueError(f"the tokenizer is not PaliGemma's: <bos> is {self._tokenizer.bos_id()}, must be {BOS}")
+        super().__init__(max_length, PAD)
+
+    def tokenize(self, text: str, listed: bool = False) -> list[int]:
+        # The line break is tokenised by itself, as the "start of answer".
+        parts = [text] if listed else [one_line(text), "\n"]
+        return [BOS, *(token for part in parts for token in self._tokenizer.encode(part))]

@@ -50,7 +50,7 @@ def get_preset(config_name: str) -> Pi0Preset:
 def get_adapter(config_name: str, adapt_to_pi: bool | None = None) -> Adapter:
     """Build the adapter of a preset: actions as the simulator takes them, the gripper rounded where the schema says so.
 
-    ``adapt_to_pi`` as in :class:`~vla_policies.pi0.config.Pi0Config`; SettingError if the preset does not know how.
+    ``adapt_to_pi`` as in :class:`~vla_policies.pi0.policy.Pi0Config`; SettingError if the preset does not know how.
     """
     preset = get_preset(config_name)
     if adapt_to_pi and not preset.joints:

@@ -1,19 +1,17 @@
 """A tiny checkpoint of pi0 or pi0.5 in openpi's layout: random weights, few words, invented statistics."""
 
-import json
 from collections.abc import Sequence
 from io import BytesIO
 from pathlib import Path
 
 import torch
 
-from vla_policies.checkpoint.weights import WEIGHTS
-from vla_policies.checkpoint.writing import write_safetensors
+from vla_policies.checkpoint.weights import write_folder
 from vla_policies.nn.gemma import GemmaConfig
 from vla_policies.nn.siglip import SiglipConfig
 from vla_policies.pi0.checkpoint import EMBEDDINGS, LM_HEAD, TOKENIZERS, UNUSED
 from vla_policies.pi0.model import Pi0Model, Pi0ModelConfig, stays_float32
-from vla_policies.pi0.prompts import BOS, PAD
+from vla_policies.pi0.policy import BOS, PAD
 
 _VISION = SiglipConfig(width=72, depth=2, heads=1, mlp_dim=96)  # 72 numbers a head, as all published ones have
 _VOCABULARY, _DIM = 1024, 32  # numbers of a padded action or state, enough for every benchmark
@@ -29,13 +27,13 @@ def write_tiny(folder: Path, statistics: str, words: Sequence[str], *, pi05: boo
     tensors = {LM_HEAD if name == EMBEDDINGS else name: tensor for name, tensor in model.state_dict().items()}
     tensors[f"{UNUSED}weight"] = torch.randn(_VOCABULARY, expert.width)
     kept = {name: tensor if stays_float32(name) else tensor.to(torch.bfloat16) for name, tensor in tensors.items()}
-    write_safetensors(folder / WEIGHTS, kept, {"format": "pt"})
     entry = {"mean": [0.0] * _DIM, "std": [0.5] * _DIM, "q01": [-1.0] * _DIM, "q99": [1.0] * _DIM}
-    place = folder / "assets" / statistics
-    place.mkdir(parents=True)
-    (place / "norm_stats.json").write_text(json.dumps({"norm_stats": {"state": entry, "actions": entry}}) + "\n")
-    (folder / "config.json").write_text(json.dumps({"action_dim": _DIM, "precision": "bfloat16"}) + "\n")
-    (folder / TOKENIZERS[0]).write_bytes(_tokenizer(words))
+    files = {
+        f"assets/{statistics}/norm_stats.json": {"norm_stats": {"state": entry, "actions": entry}},
+        "config.json": {"action_dim": _DIM, "precision": "bfloat16"},
+        TOKENIZERS[0]: _tokenizer(words),
+    }
+    write_folder(folder, kept, files)
 
 
 def _tokenizer(words: Sequence[str]) -> bytes:

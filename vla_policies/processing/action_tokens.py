@@ -1,10 +1,23 @@
-"""Action tokens: each dimension of an action is one of a number of evenly spaced values."""
+"""Action tokens: each dimension of an action is one of a number of evenly spaced values, drawn from a distribution.
+
+What was drawn and the action that came of it are two entries, often of one shape, and the probability of the wrong one
+is a number like any other: distributions of the library refuse it.
+"""
 
 from collections.abc import Sequence
+from typing import Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.distributions import Categorical
+
+from vla_common import keys
+
+SET_KEYS = (
+    'say which entry was sampled: loss.set_keys(action=policy.sample_key, sample_log_prob="action_log_prob", '
+    'value="state_value")'
+)
 
 
 class ActionBins(nn.Module):
@@ -41,7 +54,6 @@ class ActionTokens:
     "OpenVLA", section 3.2. Not a module: converting a policy to bfloat16 must not round the centres.
     """
 
-    first_id = 31744
     num_tokens = 256
 
     def __init__(self) -> None:
@@ -59,3 +71,51 @@ class ActionTokens:
         edges = torch.from_numpy(self._edges).to(actions.device)
         bins = torch.bucketize(actions.to(torch.float64).clamp(-1.0, 1.0), edges, right=True)  # 1..256
         return self.num_tokens - bins
+
+
+class TokenDistribution(Categorical):
+    """Of action tokens ``[N, C, A]``."""
+
+    @classmethod
+    def of(cls, logits: Tensor, temperature: float, top_k: int, chosen: Tensor | None = None) -> Self:
+        """Build the distribution of action tokens of logits float32 ``[..., 256]``, which ``temperature`` divides.
+
+        Only the ``top_k`` likeliest may be drawn (ties included; 0: all). ``chosen`` int64 ``[...]``, drawn earlier,
+        stay in, so that their log-probability remains finite and keeps its gradient when the policy has changed.
+        """
+        logits = logits / temperature
+        if top_k:
+            dropped = logits < logits.topk(top_k, dim=-1).values[..., -1:]
+            if chosen is not None:
+                dropped = dropped.scatter(-1, chosen.unsqueeze(-1), False)
+            logits = logits.masked_fill(dropped, -torch.inf)
+        return cls(logits=logits, validate_args=False)
+
+    def log_prob(self, value: Tensor) -> Tensor:
+        """Return log-probabilities of tokens; ValueError for actions, or tokens of another shape."""
+        if value.is_floating_point():
+            raise ValueError(
+                f"the policy sampled {keys.ACTION_TOKENS!r}, and was asked for the probability of actions in the "
+                f"simulator's units; {SET_KEYS}"
+            )
+        check_shape(value, self.batch_shape)
+        return super().log_prob(value)
+
+
+def soft_cross_entropy(log_prob: Tensor, target: Tensor, sigma: float) -> Tensor:
+    """Return the cross-entropy ``[...]`` of log-probabilities ``[..., bins]`` with labels around ``target`` ``[...]``.
+
+    Labels are Gaussians over the bins; ``sigma`` is their width as a fraction of half the range.
+    """
+    bins = log_prob.shape[-1]
+    distance = torch.arange(bins, device=target.device) - target.unsqueeze(-1)
+    label = (-0.5 * (distance / (sigma * (bins - 1) / 2)) ** 2).softmax(-1)
+    return -(label * log_prob).sum(-1)
+
+
+def check_shape(value: Tensor, shape: torch.Size) -> None:
+    """Refuse samples of another shape than a distribution's, but for dimensions in front: ValueError."""
+    if value.shape[value.ndim - len(shape) :] != shape:
+        raise ValueError(
+            f"the policy sampled {list(shape)}, and was asked for the probability of {list(value.shape)}; {SET_KEYS}"
+        )

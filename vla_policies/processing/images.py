@@ -8,7 +8,7 @@ round trip and TensorFlow's Lanczos filter (OpenVLA-OFT). No version of an image
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -34,9 +34,7 @@ class ImagePreprocessor:
     crop: bool = False  # keep the central 0.9 of the area, as for policies that were trained on random crops of it
 
     @classmethod
-    def from_config(
-        cls, config: Mapping[str, Any], *, resize_method: str = "bicubic", crop: bool = False
-    ) -> "ImagePreprocessor":
+    def from_config(cls, config: Mapping[str, Any], *, resize_method: str = "bicubic", crop: bool = False) -> Self:
         """Read a checkpoint's ``preprocessor_config.json``; it does not know of the other settings.
 
         ValueError: an entry is missing, or the images are not to be resized as published OpenVLA models do.

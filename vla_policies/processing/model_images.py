@@ -30,15 +30,17 @@ class ModelImages:
     """
 
     resize_rounds: ClassVar[bool] = False
+    adapter: Any  # of vla_policies.processing.adapters
+    num_images: int
 
     @property
     @abstractmethod
     def model_image_size(self) -> tuple[int, int]:
         """Height and width of the model's input."""
 
-    @abstractmethod
     def cameras(self, tensordict: TensorDictBase) -> list[Tensor]:
         """Return the cameras that the model looks at, as observed: uint8 ``[N, H, W, 3]`` each."""
+        return self.adapter.cameras(tensordict, self.num_images)
 
     @abstractmethod
     def resize_cameras(self, cameras: Sequence[Tensor]) -> Tensor:

@@ -8,7 +8,7 @@ bounds are the 1st and 99th percentile of the training data (kind ``q99``, most 
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -58,9 +58,7 @@ class ActionStatistics:
     proprio: Bounds | None  # None where the data set has none
 
     @classmethod
-    def from_json(
-        cls, statistics: Mapping[str, Mapping[str, Any]], unnorm_key: str | None, kind: str = "q99"
-    ) -> "ActionStatistics":
+    def from_json(cls, statistics: Mapping[str, Mapping[str, Any]], unnorm_key: str | None, kind: str = "q99") -> Self:
         """Read ``dataset_statistics.json`` or ``norm_stats``: of the only data set, or that of ``unnorm_key``.
 
         Each has ``action`` and perhaps ``proprio``, with the bounds of the ``kind`` (``q99``, ``min_max``) and perhaps
@@ -147,6 +145,4 @@ def check_order(low: Sequence[float], high: Sequence[float], what: str, names: S
     """Refuse bounds of which the lower is the higher (equal: never moved), by a ValueError on ``what``."""
     inverted = [index for index, (one, other) in enumerate(zip(low, high, strict=False)) if one > other]
     if inverted:
-        raise ValueError(
-            f"{what} are inverted in dimensions {inverted}: {names[0]} > {names[1]}; copy the statistics again"
-        )
+        raise ValueError(f"{what} are inverted in dimensions {inverted}: {names[0]} > {names[1]}; copy them again")

@@ -66,11 +66,6 @@ class Connections:
             self._close(next(iter(self._open)))
         return answers
 
-    def close(self) -> None:
-        """Close all connections."""
-        for episode in list(self._open):
-            self._close(episode)
-
     def _close(self, episode: int) -> None:
         if (connection := self._open.pop(episode, None)) is not None:
             connection.close()

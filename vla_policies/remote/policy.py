@@ -19,7 +19,7 @@ from vla_common.texts import to_strings
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.policy import Sharding, VLAPolicy
 from vla_policies.remote.connections import Connections
-from vla_policies.remote.names import ProtocolName, complete_names, to_message
+from vla_policies.remote.wire import ProtocolName, complete_names, to_message
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class RemotePolicyConfig:
         wrist_cameras: of the environment.
         url: ``ws://HOST:PORT`` of the server.
         protocol: that it speaks, openpi's or vla-eval's.
-        names: of observations by our keys, where they differ from :data:`~vla_policies.remote.names.NAMES`; of
+        names: of observations by our keys, where they differ from :data:`~vla_policies.remote.wire.NAMES`; of
             ``wrist_images`` one for each camera; a dot leads into a map.
         num_action_chunks: actions of an answer that are executed before the next question; ``None`` for all of them.
         timeout: seconds that a decision may take, with what it takes to reach a server that was gone.
@@ -142,9 +142,7 @@ class RemotePolicy(VLAPolicy):
         answers = self.connections.ask(asked, begins)
         shapes = {answer.shape for answer in answers.values()}
         if len(shapes) > 1:
-            raise ValueError(
-                f"the policy server at {self.config.url} answers with {sorted(shapes)}, of several lengths"
-            )
+            raise ValueError(f"the policy server at {self.config.url} answers with {sorted(shapes)}, several lengths")
         nothing = np.zeros(next(iter(shapes), (self.chunk_size, self.action_dim)), np.float32)
         return np.stack([answers.get(episode, nothing) for episode in episodes])
 

@@ -2,18 +2,39 @@
 
 Both are read, whichever was written: openpi (``openpi_client/msgpack_numpy.py``) has keys of bytes, vla-eval
 (``vla_eval/protocol``, protocol version 1) keys of text, and images as PNG or JPEG too. What is read becomes numbers,
-texts, lists, dicts and arrays of numbers, and nothing else.
+texts, lists, dicts and arrays of numbers, and nothing else. Observations are sent by the names that each has for them.
 """
 
 import io
 import math
 import re
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import msgpack
 import numpy as np
 from PIL import Image
 
+from vla_common.errors import unknown_name
+from vla_common.keys import IMAGES, STATES, TASK_DESCRIPTIONS, WRIST_IMAGES
+
+ProtocolName = Literal["openpi", "vla_eval"]
+Names = Mapping[str, str | Sequence[str]]  # by our key; of wrist_images one for each camera
+
+NAMES: Mapping[str, Names] = {  # as each has them for LIBERO; what stands behind a dot is inside
+    "openpi": {
+        IMAGES: "observation/image",
+        WRIST_IMAGES: "observation/wrist_image",
+        STATES: "observation/state",
+        TASK_DESCRIPTIONS: "prompt",
+    },
+    "vla_eval": {
+        IMAGES: "images.agentview",
+        WRIST_IMAGES: "images.wrist",
+        STATES: "states",
+        TASK_DESCRIPTIONS: "task_description",
+    },
+}
 LARGEST = 32 * 2**20  # bytes of a message: 32 environments with two cameras of 384 pixels
 _DTYPE = re.compile(r"[<>|=]?(b1|[iuf][1248])")
 
@@ -85,3 +106,45 @@ def _image(data: bytes, shape: tuple[int, ...]) -> np.ndarray:
         if (image.height, image.width) != shape[:2]:  # before it is decoded
             raise ValueError(f"an image of {image.height} x {image.width} pixels, said to be {shape[:2]}")
         return np.asarray(image).reshape(shape).copy()
+
+
+def complete_names(protocol: str, names: Names | None) -> dict[str, tuple[str, ...]]:
+    """Complete the names of observations by those of a protocol; ``ValueError`` for a key that is no observation."""
+    for key in names or {}:
+        if key not in NAMES[protocol]:
+            raise unknown_name("observation", key, NAMES[protocol])
+    both = {**NAMES[protocol], **(names or {})}
+    return {key: (name,) if isinstance(name, str) else tuple(name) for key, name in both.items()}
+
+
+def to_message(observation: Mapping[str, Any], names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Name what is observed, arrays and texts by our keys; ``wrist_images`` ``[..., V, H, W, 3]`` by camera."""
+    found: dict[str, Any] = {}
+    for key, value in observation.items():
+        cameras = np.moveaxis(value, -4, 0) if key == WRIST_IMAGES else [value]
+        for name, each in zip(names[key], cameras, strict=True):
+            *outer, last = name.split(".")
+            place = found
+            for part in outer:
+                place = place.setdefault(part, {})
+            place[last] = np.ascontiguousarray(each) if isinstance(each, np.ndarray) else each
+    return found
+
+
+def from_message(content: Any, names: Mapping[str, Sequence[str]]) -> dict[str, Any]:
+    """Undo :func:`to_message` for the keys of ``names``; ``ValueError`` if one is not there."""
+    found: dict[str, Any] = {}
+    for key, own in names.items():
+        values = [_find(content, name) for name in own]
+        found[key] = np.stack(values, -4) if key == WRIST_IMAGES else values[0]
+    return found
+
+
+def _find(content: Any, name: str) -> Any:
+    place = content
+    for part in name.split("."):
+        if not isinstance(place, dict) or part not in place:
+            there = ", ".join(map(str, content)) if isinstance(content, dict) else type(content).__name__
+            raise ValueError(f"the observation has no {name!r}; it has {there[:200]}")
+        place = place[part]
+    return place

@@ -6,6 +6,9 @@ did not. Where the maps start matters: nearly equal ones under a sharp softmax p
 image, and a policy that finds nothing there learns to do without.
 """
 
+import itertools
+import re
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated
@@ -22,13 +25,13 @@ from vla_common.texts import to_strings
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.policy import VLAPolicy
 from vla_policies.small.precision import Compute, computing, settle
-from vla_policies.small.text import HashedText
 
 Part = Annotated[float, Ge(0), Le(1)]  # of the image's height or width
 Crop = tuple[Part, Part, Part, Part]
 
 _GROUPS = 4  # of channels that are normalised together
 _LEAST = 8  # pixels of a side of what is cut out
+_PADDING, _MAX_WORDS = 0, 24
 
 
 @dataclass(frozen=True)
@@ -174,6 +177,33 @@ class SmallPolicy(VLAPolicy):
 
     def features(self, observed: Tensor) -> Tensor:
         return F.layer_norm(observed, observed.shape[2:]).flatten(1)
+
+
+class HashedText(nn.Module):
+    """Mean embedding of the words and adjacent word pairs of an instruction (as fastText does for n-grams).
+
+    Words that share one of ``num_buckets`` cannot be told apart; instructions are cut after 24 words.
+    """
+
+    def __init__(self, num_buckets: int, dim: int):
+        super().__init__()
+        self.num_buckets = num_buckets
+        self.table = nn.Embedding(num_buckets, dim, padding_idx=_PADDING)
+
+    def tokenize(self, texts: Sequence[str]) -> Tensor:
+        """Return bucket ids int64 ``[N, 48]``, padded with 0."""
+        tokens = torch.full((len(texts), 2 * _MAX_WORDS), _PADDING)
+        for row, text in zip(tokens, texts, strict=True):
+            words = re.findall(r"[\w-]+", text.lower())[:_MAX_WORDS]
+            grams = words + [f"{a} {b}" for a, b in itertools.pairwise(words)]
+            buckets = [1 + zlib.crc32(gram.encode()) % (self.num_buckets - 1) for gram in grams]
+            row[: len(buckets)] = torch.tensor(buckets, dtype=torch.int64)
+        return tokens
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings ``[N, dim]`` of tokens ``[N, L]``."""
+        count = (tokens != _PADDING).sum(-1, keepdim=True).clamp_min(1)
+        return self.table(tokens).sum(-2) / count
 
 
 class KeypointEncoder(nn.Module):

@@ -17,8 +17,7 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 from vla_common import keys
 from vla_common.schema import EnvironmentShape
 from vla_common.texts import to_strings
-from vla_policies.processing.action_tokens import ActionBins
-from vla_policies.processing.sampling import TokenDistribution, soft_cross_entropy
+from vla_policies.processing.action_tokens import ActionBins, TokenDistribution, soft_cross_entropy
 from vla_policies.small.encoder import EncoderConfig, SmallEncoder, SmallPolicy, make_trunk, make_value_head
 from vla_policies.small.precision import computing
 

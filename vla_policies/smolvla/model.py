@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -41,9 +41,7 @@ class SmolVLAModelConfig:
     shuffle: int
 
     @classmethod
-    def from_shapes(
-        cls, shapes: Mapping[str, Sequence[int]], vlm: Mapping[str, Any] | None = None
-    ) -> "SmolVLAModelConfig":
+    def from_shapes(cls, shapes: Mapping[str, Sequence[int]], vlm: Mapping[str, Any] | None = None) -> Self:
         """Read all sizes from the shapes of a checkpoint's tensors.
 
         ``vlm`` is the ``config.json`` of its VLM, for the numbers of heads, which shapes do not tell (``None``: of

@@ -9,13 +9,13 @@ import torch
 
 from vla_policies.checkpoint.layout import CONFIG
 from vla_policies.checkpoint.settings import OPTIONS
-from vla_policies.lerobot.folder import ACTION, STATE, LeRobotFolder
+from vla_policies.lerobot.checkpoint import ACTION, STATE
 from vla_policies.lerobot.processors import make_processors
 from vla_policies.nn.gemma import GemmaConfig
 from vla_policies.nn.siglip import SiglipConfig
 from vla_policies.processing.prompts import make_bpe
-from vla_policies.smolvla.checkpoint import FAMILY, STEP, UNUSED
 from vla_policies.smolvla.model import SmolVLAModel, SmolVLAModelConfig, stays_float32
+from vla_policies.smolvla.policy import FAMILY, STEP, UNUSED, SmolVLACheckpoint
 
 _VOCABULARY, _DIM = 2048, 32
 TINY = SmolVLAModelConfig(
@@ -53,15 +53,11 @@ def write_tiny(
     model = SmolVLAModel(sizes)
     tensors = {**model.state_dict(), f"{UNUSED}weight": torch.randn(_VOCABULARY, sizes.language.width)}
     weights = {name: each if stays_float32(name) else each.to(torch.bfloat16) for name, each in tensors.items()}
-    features = {
-        **{name: {"type": "VISUAL", "shape": [3, 256, 256]} for name in cameras},
-        STATE: {"type": "STATE", "shape": [state_dim]},
-        ACTION: {"type": "ACTION", "shape": [action_dim]},
-    }
+    seen: dict[str, Any] = {name: {"type": "VISUAL", "shape": [3, 256, 256]} for name in cameras}
     config = {
         "type": FAMILY,
-        "input_features": {name: feature for name, feature in features.items() if name != ACTION},
-        "output_features": {ACTION: features[ACTION]},
+        "input_features": {**seen, STATE: {"type": "STATE", "shape": [state_dim]}},
+        "output_features": {ACTION: {"type": "ACTION", "shape": [action_dim]}},
         "chunk_size": 10,
         "n_action_steps": 5,
         "normalization_mapping": _NORMALIZATION,
@@ -78,8 +74,8 @@ def write_tiny(
     named = {"pad_token": _SPECIAL[-1], "tokenizer_class": "PreTrainedTokenizerFast"}
     files = {"tokenizer.json": _tokenizer(words), "tokenizer_config.json": named}
     texts = {name: (json.dumps(content) + "\n").encode() for name, content in files.items()}
-    whole = LeRobotFolder(folder, config, {}, make_processors(STEP, config, CONFIG), (found, found), texts, {})
-    whole.write(folder, weights, {}, {}, {})
+    whole = SmolVLACheckpoint(folder, config, {}, make_processors(STEP, config, CONFIG), (found, found), texts, {})
+    whole.write(folder, weights, {})
     (folder / OPTIONS).unlink()
 
 

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, Hu
 from toy import ToyEnv, ToyPolicy
 
 import vla_algos.run.checkpoints as checkpoint_module
-import vla_policies.checkpoint.writing as writing
+import vla_policies.checkpoint.parts as parts
 from tests.storm import corruption
 from vla_algos.collectors import StepCollector
 from vla_algos.run.checkpoints import (
@@ -371,7 +371,7 @@ class Full(io.BytesIO):
         raise OSError(errno.ENOSPC, "No space left on device")
 
 
-@pytest.mark.parametrize("module", [checkpoint_module, writing])
+@pytest.mark.parametrize("module", [checkpoint_module, parts])
 def test_what_a_full_disk_says(module, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "open", lambda *_: Full(), raising=False)
     with pytest.raises(OSError, match=r"could not be written: .*No space left on device"):

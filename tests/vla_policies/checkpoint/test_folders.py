@@ -31,11 +31,11 @@ from vla_policies.checkpoint.weights import (
     save_weights,
 )
 from vla_policies.cli import main
-from vla_policies.nn.dino_siglip_config import VisionConfig, heads_of
+from vla_policies.nn.dino_siglip import VisionConfig, heads_of
 from vla_policies.nn.llama import LlamaConfig
 from vla_policies.openvla.checkpoint import OpenVLACheckpoint
-from vla_policies.openvla.heads import L1Head, ProprioProjector
 from vla_policies.openvla.model import Prismatic, PrismaticConfig
+from vla_policies.openvla.oft import L1Head, ProprioProjector
 
 SAVED_BEFORE = GOLDEN / "saved_before"
 

@@ -20,8 +20,8 @@ from vla_common import keys
 from vla_policies import OpenVLA, OpenVLAOFT, Pi0, SmallVLA, SmallVLAConfig, load_policy, make_example
 from vla_policies.checkpoint import parts
 from vla_policies.checkpoint.lora import add_lora, save_adapter
+from vla_policies.checkpoint.parts import write_safetensors
 from vla_policies.checkpoint.weights import save_weights
-from vla_policies.checkpoint.writing import write_safetensors
 from vla_policies.sharding import shard
 
 pytestmark = pytest.mark.timeout(900)

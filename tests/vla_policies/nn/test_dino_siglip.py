@@ -11,8 +11,7 @@ from paths import GOLDEN
 from safetensors.torch import load_file
 from torch.testing import assert_close
 
-from vla_policies.nn.dino_siglip import DualVisionBackbone
-from vla_policies.nn.dino_siglip_config import PREFIX, TransformerConfig, VisionConfig, heads_of
+from vla_policies.nn.dino_siglip import PREFIX, DualVisionBackbone, TransformerConfig, VisionConfig, heads_of
 from vla_policies.processing import jpeg
 from vla_policies.processing.images import (
     ImagePreprocessor,

@@ -10,8 +10,7 @@ from torchrl.envs.utils import ExplorationType
 
 from vla_common import keys
 from vla_policies import OpenVLAOFT
-from vla_policies.openvla.model import BOS, STOP
-from vla_policies.openvla.prompts import PAD
+from vla_policies.openvla.model import BOS, PAD, STOP
 from vla_policies.registry import inspect_policy
 
 SETTINGS = {"benchmark": "libero", "layout": "official", "num_action_chunks": 2}

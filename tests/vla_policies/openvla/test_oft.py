@@ -14,7 +14,7 @@ from torchrl.envs.utils import ExplorationType
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_common import keys
 from vla_policies.checkpoint.lora import add_lora
-from vla_policies.nn.value_head import ValueHead
+from vla_policies.nn.blocks import ValueHead
 from vla_policies.openvla.model import STOP
 from vla_policies.openvla.oft import OpenVLAOFT
 from vla_policies.processing.images import center_crop, resize_lanczos3

@@ -26,8 +26,8 @@ from vla_policies.checkpoint.weights import load_weights
 from vla_policies.flow.steps import euler, times
 from vla_policies.pi0.checkpoint import EMBEDDINGS, LM_HEAD, Pi0Checkpoint, Pi0Statistics
 from vla_policies.pi0.model import Pi0Model, Pi0ModelConfig
+from vla_policies.pi0.policy import PAD, Pi0Prompts
 from vla_policies.pi0.presets import get_adapter, get_preset, list_presets
-from vla_policies.pi0.prompts import PAD, Pi0Prompts
 from vla_policies.registry import inspect_policy, make_policy
 
 NAMES = {"pi0_tiny": "pi0_metaworld", "pi05_tiny": "pi05_metaworld"}

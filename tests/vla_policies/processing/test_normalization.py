@@ -8,7 +8,8 @@ import torch
 from closeness import assert_near
 from openvla_checkpoint import GOLDEN, golden
 
-from vla_policies.openvla.prompts import BOS, PAD, SPACE, Prompts
+from vla_policies.openvla.checkpoint import SPACE, Prompts
+from vla_policies.openvla.model import BOS, PAD
 from vla_policies.processing.action_tokens import ActionTokens
 from vla_policies.processing.normalization import ActionStatistics, select_statistics
 
@@ -19,7 +20,7 @@ TOKENIZER = GOLDEN / "tokenizer_llama_like"
 
 def decode_ids(ids):
     """Normalised actions of vocabulary ids; one outside of the 256 counts as the nearest."""
-    return TOKENS.decode((ids - TOKENS.first_id).clamp(0, TOKENS.num_tokens - 1))
+    return TOKENS.decode((ids - 31744).clamp(0, TOKENS.num_tokens - 1))
 
 
 def test_every_id_has_exactly_the_reference_value():

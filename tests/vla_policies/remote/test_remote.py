@@ -25,8 +25,7 @@ from vla_common.keys import ACTION, IMAGES, STATES, TASK_DESCRIPTIONS
 from vla_envs.simulator import Episode
 from vla_policies import SmallVLA, SmallVLAConfig, make_policy, serving
 from vla_policies.remote.connections import ServerError
-from vla_policies.remote.names import complete_names, from_message, to_message
-from vla_policies.remote.wire import LARGEST, pack, unpack
+from vla_policies.remote.wire import LARGEST, complete_names, from_message, pack, to_message, unpack
 from vla_policies.serving import PolicyServer
 
 BOUNDS = {"action_low": (-1.0,) * DIM, "action_high": (1.0,) * DIM}
@@ -391,4 +390,5 @@ def test_connections_do_not_pile_up(served):
         where = {"episode_index": torch.tensor([episode]), "decision_index": torch.tensor([0])}
         greedy(policy, observations(1).update(where))
     assert len(policy.connections._open) == 4
-    policy.connections.close()
+    for connection in policy.connections._open.values():
+        connection.close()

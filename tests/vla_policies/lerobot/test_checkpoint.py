@@ -9,12 +9,12 @@ from lerobot_checkpoint import SMOLVLA, change_json, golden, make_checkpoint, ma
 from safetensors.torch import load_file, save_file
 
 from vla_policies.checkpoint.weights import load_weights
-from vla_policies.lerobot.folder import PROCESSORS
-from vla_policies.lerobot.prompts import LinePrompts
+from vla_policies.lerobot.policy import LinePrompts
+from vla_policies.lerobot.processors import PROCESSORS
 from vla_policies.lerobot.statistics import FeatureStatistics
 from vla_policies.processing.images import interpolate_with_pad
 from vla_policies.smolvla import SmolVLA
-from vla_policies.smolvla.checkpoint import SmolVLACheckpoint
+from vla_policies.smolvla.policy import SmolVLACheckpoint
 
 OPTIONS = {"family": "smolvla", "num_action_chunks": 3, "num_steps": 4}
 
@@ -30,7 +30,7 @@ def recorded():
 
 
 def read(folder):
-    return SmolVLACheckpoint.read(folder).folder
+    return SmolVLACheckpoint.read(folder)
 
 
 def test_images(recorded):
@@ -147,7 +147,7 @@ def change_step(folder, number, name, **entries):
 
 def read_all(folder):
     checkpoint = SmolVLACheckpoint.read(folder)
-    checkpoint.folder.statistics()
+    checkpoint.statistics()
     checkpoint.empty_model()
 
 
