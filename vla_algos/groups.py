@@ -104,7 +104,7 @@ def collect_groups(
     waits for a group to be complete, and what is queued in vain is no more than the slots hold.
 
     Args:
-        collector: with an exhausted queue, or it is a ``ValueError``; if this fails, what it was to run is forgotten.
+        collector: with an exhausted queue, else ``ValueError``. If collecting fails, what it was to run is forgotten.
         episodes: gives the groups; its ``group_size`` is theirs.
         groups: how many groups with signal are wanted, as far as ``max_groups`` allows.
         max_groups: run no more than that; equal to ``groups`` for no dynamic sampling.

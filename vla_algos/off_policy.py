@@ -69,7 +69,9 @@ def demonstrated(samples: Samples, policy: SteeredPolicy) -> list[TensorDict]:
         length = samples.choose(numbers == number)[keys.EPISODE_LEN].max().item()
         rows: TensorDict = samples.choose((numbers == number) & (steps % policy.chunk_size == 0))[:]
         if not torch.equal(rows[keys.STEP], torch.arange(0, length, policy.chunk_size)):
-            raise ValueError("demonstrations lack the start of some chunks; type demonstrations.stride=1")
+            raise ValueError(
+                f"demonstrations lack the start of some chunks of {policy.chunk_size}; type demonstrations.stride=1"
+            )
         mask, over = rows[keys.STEP_MASK], torch.zeros(len(rows), 1, dtype=torch.bool)
         ends = over.clone()
         ends[-1] = True

@@ -36,8 +36,8 @@ class Registry(Generic[T]):
 
     def register(self, name: str, item: T) -> None:
         """Add an object for this process; ``ValueError`` if the name is taken by something else."""
-        declared = name in self._entry_points and not self._declares(name, item)
-        if declared or self._registered.get(name, item) is not item:
+        taken = name in self._entry_points and not self._declares(name, item)
+        if taken or self._registered.get(name, item) is not item:
             raise ValueError(f"there is a {self.kind} {name!r} already; register it under another name")
         self._registered[name] = item
 

@@ -38,8 +38,9 @@ def load_plain(file: Path, *, mmap: bool = False) -> Any:
     except Exception as error:  # torch raises a dozen types for a damaged file
         if code := _code(file, error):
             raise ExecutableFileError(
-                f"{file} is refused: loading it would execute code ({code}); do not load it with other tools either, "
-                "unless you trust its author: ask for a state_dict of tensors alone, or safetensors"
+                f"{file} is refused: loading it would execute code ({code}), and only tensors are loaded here; do not "
+                "load it with other tools either, unless you trust its author: ask for a state_dict of tensors alone, "
+                "or safetensors"
             ) from None
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip()  # not torch's advice to load it even so
         reason = f"{type(error).__name__}: {reason.partition(chr(10))[0][:120]}"

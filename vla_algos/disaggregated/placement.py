@@ -29,7 +29,7 @@ class Placement:
     rollouts that are no actors. A GPU that only draws has no process in the group.
     """
 
-    actor: tuple[int, ...]  # numbers, ascending
+    actor: tuple[int, ...]  # numbers, ascending, here and in the next two
     rollout: tuple[int, ...]
     env: tuple[int, ...]
     processes: int  # how many the launcher has started

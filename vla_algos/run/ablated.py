@@ -1,4 +1,4 @@
-"""What evaluate.py does: an evaluation of the same weights as before, as it is, and again with each ablation."""
+"""What evaluate.py does: an evaluation as it is, and again with each ablation; one that is resumed has its weights."""
 
 import contextlib
 import hashlib

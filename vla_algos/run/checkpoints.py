@@ -311,7 +311,7 @@ def verify_checkpoint(checkpoint: Path) -> None:
 def open_checkpoint(checkpoint: Path, verified: bool = False) -> SavedState:
     """Open a checkpoint. Nothing in it is executed, wherever it comes from.
 
-    ``verified``: all processes together have called :func:`verify_checkpoint`, otherwise it is called here.
+    ``verified``: all processes together have called :func:`verify_checkpoint`; else all call it here, or one alone.
     BrokenCheckpoint: it is truncated or damaged, by its checksums or by itself. CheckpointError: it is not one of ours.
     """
     if not verified:

@@ -74,7 +74,7 @@ def _decode(value: Any, device: str) -> Any:
     if not isinstance(value, dict):
         return value
     if "$tensor" in value:
-        return torch.empty(value["shape"], dtype=_DTYPES[value["dtype"]], device=device)
+        return torch.empty(torch.Size(value["shape"]), dtype=_DTYPES[value["dtype"]], device=device)
     if "$tuple" in value:
         return tuple(_decode(item, device) for item in value["$tuple"])
     if "$items" in value:

@@ -94,7 +94,7 @@ def _special(condition: Condition) -> list[dict[str, object]]:
 
 
 def start_of(task: str, letter: str, fixes: bool, *seed: int) -> tuple[Condition, np.ndarray, np.ndarray]:
-    """Draw a condition in which a task is possible, and robot and scene as ``World.reset`` takes them."""
+    """Draw, fixed by ``seed``, a condition in which a task is possible, and robot and scene for ``World.reset``."""
     possible = starts(task)
     condition = possible[np.random.default_rng(seed).integers(len(possible))]
     seeds = np.random.SeedSequence(seed).generate_state(4)

@@ -102,7 +102,7 @@ class SimulatorVectorEnv(VectorEnv):
         )
         self._streams = [EpisodeStream(spec) for _ in range(num_envs)]
         self._random = [seeding.np_random() for _ in range(num_envs)]  # with what it began from
-        self._elapsed = np.zeros(num_envs, np.int64)
+        self._elapsed = np.full(num_envs, -1, np.int64)  # -1 before the first reset
         self._subtasks = np.zeros(num_envs, np.int64)  # of each environment's chain that are solved
         self._ended = np.zeros(num_envs, np.bool_)
         self.closed = False
@@ -152,7 +152,7 @@ class SimulatorVectorEnv(VectorEnv):
         """
         check_open(self.simulator_spec, self.closed)
         ended = np.flatnonzero(self._ended)
-        if len(self._pool.episodes) < self.num_envs:
+        if (self._elapsed < 0).any():
             raise gymnasium.error.ResetNeeded("no episode is running: call reset() first")
         if len(ended) and self.autoreset_mode is AutoresetMode.DISABLED:
             raise gymnasium.error.ResetNeeded(
@@ -191,7 +191,7 @@ class SimulatorVectorEnv(VectorEnv):
         }
         each = {
             "task_description": lambda: tuple(self._pool.texts),
-            "episode": lambda: tuple(map(self._pool.episodes.get, range(self.num_envs))),
+            "episode": lambda: tuple(self._pool.episodes[i] if n >= 0 else None for i, n in enumerate(self._elapsed)),
             "render": lambda: self.render() or (None,) * self.num_envs,
             "np_random": lambda: self.np_random,
             "np_random_seed": lambda: self.np_random_seed,

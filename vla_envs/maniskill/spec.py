@@ -129,7 +129,8 @@ def make_spec(
         camera: of a task of ManiSkill: ``None`` for its own, else ``eye`` and ``target`` (3 numbers each, metres) and
             ``fov`` (vertical, radians).
         assets: folder of plate-25's assets; ``None`` looks for it, see :func:`vla_envs.maniskill.assets.find_assets`.
-        backend: ``"processes"`` simulates each world on a CPU core; ``"cuda"`` all of plate-25 together on a GPU.
+        backend: ``"processes"`` simulates each world on a CPU core, in worker processes; ``"cuda"`` all of plate-25
+            together on a GPU.
     """
     size = None if image_size is None else image_shape(image_size)
     if suite in BUILT_IN:

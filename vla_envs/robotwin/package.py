@@ -35,7 +35,7 @@ _STANDIN = "STANDIN.json"  # in a folder that does not have the benchmark's own 
 _PLACE = re.compile(r"\{([A-Za-z])\}")  # in a pattern of sentences
 _GIVEN = re.compile(r"""["']\{([A-Z])\}["']: *(?:f?["']([^"'{}/]+)[/"'])?""")  # what a task's code puts in a place
 _ARM = "the right arm"
-_own: list[str] = []  # folder of assets that this process has imported RoboTwin with
+_imported_assets: list[str] = []  # folder of assets that this process has imported RoboTwin with
 
 
 def _inside(place: Path) -> str:
@@ -71,7 +71,7 @@ def asset_places(assets_path: str | None = None, path: str | None = None) -> lis
     """List folders that may have ``assets/``, in order of looking; one that was named is alone."""
     if assets_path is not None:
         return [Path(assets_path).expanduser()]
-    if (named := os.environ.get("ASSETS_PATH")) and named not in _own:
+    if (named := os.environ.get("ASSETS_PATH")) and named not in _imported_assets:
         return [Path(named).expanduser()]
     # First where RoboTwin's own script puts them.
     return [*CHECKOUT.places(path), *list_places(None, "", _PACKS)]
@@ -203,10 +203,10 @@ def import_robotwin(folder: Path, assets: Path) -> RoboTwin:
 
     It reads ``$ASSETS_PATH`` whenever it loads something, so that a process has one folder of assets.
     """
-    if _own not in ([], [str(assets)]):
-        raise ImportError(f"this process has RoboTwin with {_own[0]} already; start a new one for {assets}")
+    if _imported_assets not in ([], [str(assets)]):
+        raise ImportError(f"this process has RoboTwin with {_imported_assets[0]} already; start a new one for {assets}")
     os.environ["ASSETS_PATH"] = str(assets)
-    _own[:] = [str(assets)]
+    _imported_assets[:] = [str(assets)]
     sys.path.insert(0, str(folder))  # first: the current folder may have an envs, too
     importlib.invalidate_caches()
     try:

@@ -66,7 +66,8 @@ def make_spec(
 
     Args:
         suite: a task such as ``"place_empty_cup"``, several joined by ``+``, or ``"all"`` 46.
-        task_config: RoboTwin's file; ``"demo_randomized"`` draws backgrounds, light, clutter and the table's height.
+        task_config: RoboTwin's file of that name: ``"demo_randomized"`` draws backgrounds, light, clutter and the
+            table's height.
         embodiment: ``["aloha-agilex"]``, one robot with two arms, or ``["piper", "piper", 0.6]``, two and the metres
             between them.
         head_camera_type: camera of RoboTwin's ``_camera_config.yml``.

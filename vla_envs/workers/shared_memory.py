@@ -2,15 +2,30 @@
 
 import mmap
 import os
-from types import SimpleNamespace
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from vla_envs.simulator import SimulatorSpec
 
 
-class SharedArrays(SimpleNamespace):
-    """Views of one anonymous memory file, by the names in :meth:`layout`; ``images`` may be a tensor on a GPU."""
+@dataclass
+class SharedArrays:
+    """Views of one anonymous memory file; ``N`` simulators, chunks of ``C`` actions."""
+
+    images: Any  # uint8 [N, H, W, 3], an array or a tensor on a GPU
+    wrist_images: np.ndarray  # uint8 [N, V, H, W, 3], V = 0 without wrist cameras
+    states: np.ndarray  # float32 [N, S]
+    actions: np.ndarray  # float32 [N, C, A]
+    rewards: np.ndarray  # float32 [N, C]
+    successes: np.ndarray  # bool [N, C], after each executed action
+    executed: np.ndarray  # bool [N, C]
+    ended: np.ndarray  # bool [N, C], the benchmark gave up after that action
+    subtasks: np.ndarray  # int64 [N], tasks of the chain that are solved after the last executed action
+    busy: np.ndarray  # int64 [N], entry w: the slot that worker w is working on, -1 when idle
+    progress: np.ndarray  # int64 [N], entry w: how many slots and chunks worker w is through with
+    seconds: np.ndarray  # float64 [N], entry w: for how long worker w has worked
 
     @property
     def outcomes(self) -> tuple[np.ndarray, ...]:
@@ -27,13 +42,13 @@ class SharedArrays(SimpleNamespace):
             "states": ((n, spec.state_dim), np.float32),
             "actions": ((n, c, spec.action_dim), np.float32),
             "rewards": ((n, c), np.float32),
-            "successes": ((n, c), np.bool_),  # after each executed action
+            "successes": ((n, c), np.bool_),
             "executed": ((n, c), np.bool_),
-            "ended": ((n, c), np.bool_),  # the benchmark gave up after that action
-            "subtasks": ((n,), np.int64),  # tasks of the chain that are solved after the last executed action
-            "busy": ((n,), np.int64),  # entry w: the slot that worker w is working on, -1 when idle
-            "progress": ((n,), np.int64),  # entry w: how many slots and chunks worker w is through with
-            "seconds": ((n,), np.float64),  # entry w: for how long worker w has worked
+            "ended": ((n, c), np.bool_),
+            "subtasks": ((n,), np.int64),
+            "busy": ((n,), np.int64),
+            "progress": ((n,), np.int64),
+            "seconds": ((n,), np.float64),
         }
 
     @classmethod

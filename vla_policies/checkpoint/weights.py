@@ -124,7 +124,7 @@ def load_weights(
 
     All its parameters (but those of adapters) and persistent buffers are replaced, with their dtypes. Returns the
     unused tensors, on the CPU (sharded like the module's), for :func:`save_weights`. ValueError for tensors that do not
-    fit or are not finite.
+    fit or are not finite. ``check`` compares and returns nothing.
     """
     if what is None:
         what = str(next(iter(entries.values())).file.parent) if entries else "the checkpoint"

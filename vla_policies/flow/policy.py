@@ -203,7 +203,9 @@ class FlowPolicy(VLAPolicy):
         ``k`` is ``K`` if all steps are stochastic, otherwise 1; they go through the network in one pass.
         """
         if self.flow.method == "flow_ode":
-            raise ValueError("flow_ode has no log-probability; set method='flow_sde', 'flow_noise' or 'flow_cps'")
+            raise ValueError(
+                "flow_ode has no log-probability; set method='flow_sde', 'flow_noise' or 'flow_cps' to train"
+            )
         chain, step = tensordict.get(keys.DENOISE_CHAIN), tensordict.get(keys.DENOISE_STEP)
         observed, count = self.observe(tensordict), chain.shape[1] - 1
         schedule = flow.times(self.flow.num_steps, chain.device, summed=self.summed_times)

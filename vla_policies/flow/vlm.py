@@ -67,7 +67,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
     folder: Any
     prompts: PromptTokens
     statistics: Any
-    lists_states: bool = False  # prompts do, not instructions alone
+    lists_states: bool = False  # prompts list the state behind the instruction (pi0.5)
     pooled_by: str | None = None  # without a value head that reads the prefix
 
     def __init__(self, model: Any, folder: Any, config: VLMFlowConfig, adapter: Adapter, *, horizon: int, images: int):
@@ -205,7 +205,8 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         listed = None
         if self.lists_states:
             if states is None:
-                raise ValueError("prompts of pi0.5 list the state; pass states")
+                name = getattr(self.config, "config_name", "pi0.5")
+                raise ValueError(f"prompts of {name} list the state; pass states")
             listed = self.statistics.normalize("state", self.adapter.joints.states(states))
         return self.prompts(task_descriptions, listed).to(self.device)
 

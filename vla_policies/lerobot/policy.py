@@ -132,7 +132,7 @@ class LeRobotPolicy(VLMFlowPolicy):
 
     def take_statistics(self, name: str, actions: Tensor, states: Tensor, step_mask: Tensor) -> None:
         """Replace the checkpoint's statistics, which have no ``name``."""
-        found = summarise(self.adapter.to_model(actions)[step_mask]), summarise(states)
+        found = summarise(self.adapter.to_model(actions)[step_mask]), summarise(self.adapter.joints.states(states))
         self.folder, self.config = self.folder.with_statistics(*found), replace(self.config, new_statistics=False)
         self.statistics = self.folder.statistics()
 

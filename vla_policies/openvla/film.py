@@ -56,9 +56,10 @@ def read_film(file: Path) -> dict[str, Entry]:
         ours, lora = _THEIR_BLOCK.sub(r".blocks.\1.", name).replace(_BASE, "."), None
         layer = name.partition(_BASE)[0]
         if name.endswith(f"{_BASE}weight") and f"{layer}{_LORA_A}" in stored:
-            lora = down, up = stored[f"{layer}{_LORA_A}"], stored.get(f"{layer}{_LORA_B}", tensor.new_empty(0, 0))
+            down, up = stored[f"{layer}{_LORA_A}"], stored.get(f"{layer}{_LORA_B}", tensor.new_empty(0, 0))
             if not len(down) or tensor.shape != (len(up), down.shape[-1]) or up.shape[1:] != down.shape[:1]:
                 raise ValueError(f"{file} has an adapter that does not fit its layer, {layer}; copy it again")
+            lora = down, up
         entries[ours] = _Merged(file, name, tuple(tensor.shape), tensor.dtype, tensor, lora)
     return entries
 
@@ -75,7 +76,8 @@ def write_film(folder: Path, weights: Mapping[str, Tensor], ranks: Mapping[str, 
 
     Older files of this kind in the folder are removed; ``ranks`` are those of :func:`find_adapted`.
     """
-    rank, stored = max(ranks.values(), default=0), dict[str, Tensor]()
+    rank = max(ranks.values(), default=0)
+    stored: dict[str, Tensor] = {}
     for ours, tensor in weights.items():
         if not ours.startswith(PREFIX):
             continue

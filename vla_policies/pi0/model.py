@@ -111,10 +111,12 @@ class Pi0Model(PrefixModel):
         tokens = torch.cat([self.state_proj(state.to(dtype)).unsqueeze(1), actions], dim=1)
         return tokens.to(self.dtype), None
 
-    def velocity(self, prefix: PrefixCache, noisy: Tensor, time: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    def velocity(
+        self, prefix: PrefixCache, noisy_actions: Tensor, time: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Return velocities (noise minus action) float32 ``[N, H, action_dim]``, hidden states ``[N, H, width]``."""
-        tokens, condition = self.embed_suffix(noisy, time, state)
-        horizon, new = noisy.shape[1], tokens.shape[1]
+        tokens, condition = self.embed_suffix(noisy_actions, time, state)
+        horizon, new = noisy_actions.shape[1], tokens.shape[1]
         seen = prefix.valid.sum(1, keepdim=True)
         positions = seen + torch.arange(new, device=seen.device)
         mask = self._mask(prefix.valid, new, horizon)

@@ -11,6 +11,7 @@ import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from paths import CONF, GOLDEN
 
+from vla_algos.run.arguments import check_names
 from vla_common.experiments import as_typed
 from vla_envs import make_spec
 from vla_from_rlinf import command, settings, translate
@@ -88,6 +89,7 @@ def translated(tmp_path, name, **changed):
 
 
 def composed(translation):
+    check_names(translation.recipe, translation.overrides, CONF)
     return settings.composed(translation.recipe, translation.overrides, CONF)
 
 
@@ -241,6 +243,7 @@ def test_the_output_is_a_shell_script_of_one_command(tmp_path, capsys):
     script = capsys.readouterr().out
     program, recipe, *overrides = shlex.split(script.replace("\\\n", ""), comments=True)
     assert (program, recipe) == ("python", "recipes/ppo.py")
+    check_names("ppo", overrides, CONF)
     assert settings.composed("ppo", overrides, CONF)["policy"]["checkpoint"] == "/models/it's mine; $HOME/ü #1"
     assert "algorithm.clip_ratio_c" in script.partition("# Does nothing in RLinf:")[2].partition("\n#\n")[0]
     assert "#   algorithm.gamma=0.99 -> gae.gamma=0.99\n" in script
