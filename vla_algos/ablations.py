@@ -147,7 +147,8 @@ def swapped_instructions(tasks: Sequence[Task]) -> Observe:
         shown, given = to_strings(td), td.get(TASK_DESCRIPTIONS)
         if unknown := [text for text in shown if text not in known]:
             raise ValueError(
-                f"swapping instructions needs those of the tasks, the policy gets {unknown[0]!r}; take another ablation"
+                "swapping instructions needs those of the tasks, and the policy gets others, such as "
+                f"{unknown[0]!r}; take another ablation"
             )
         texts = [swapped.get(text, text) for text in shown]
         as_bytes = isinstance(given, torch.Tensor)
