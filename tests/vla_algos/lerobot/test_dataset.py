@@ -450,7 +450,7 @@ def test_a_checkpoint_of_lerobot_for_another_robot_takes_the_statistics(kind, pl
 def test_prompts_list_states_by_the_new_statistics(plain, tmp_path):
     """pi0.5 writes normalised states into its prompt: tokens are made after the statistics are set."""
     policy = checkpoint("pi05", tmp_path / "checkpoint")
-    policy.preset = replace(policy.preset, state_in_prompt=True)  # as in RoboTwin
+    policy.lists_states = True  # as in RoboTwin
     before = learnt_from(plain, policy)
     old = before[:4][keys.PROMPT_TOKENS]
     after = learnt_from(plain, policy, statistics="demonstrations")
