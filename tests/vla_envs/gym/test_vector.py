@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from unittest import mock
 
 import gymnasium
 import numpy as np
@@ -11,6 +12,7 @@ from gym_vector import HORIZON, counting_spec, make_pair
 from gymnasium.vector import AutoresetMode
 
 from vla_common import keys
+from vla_envs.workers.pool import WorkerPool
 
 N = 4
 ID = "mine/Counting-v0"
@@ -225,6 +227,16 @@ def test_impossible_settings_are_refused(make, options, message):
 def test_impossible_resets_are_refused(make, arguments, message):
     with pytest.raises(ValueError, match=message):
         make().reset(**arguments)
+
+
+def test_a_first_reset_that_was_interrupted_leaves_no_episode(make, monkeypatch):
+    envs = make()
+    monkeypatch.setattr(WorkerPool, "reset_recv", mock.Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        envs.reset()
+    assert envs.call("episode") == (None,) * N
+    with pytest.raises(gymnasium.error.ResetNeeded, match="call reset"):
+        envs.step(np.zeros((N, 2), np.float32))
 
 
 def test_bad_actions_and_steps_without_an_episode_are_refused(make):
