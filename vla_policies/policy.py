@@ -348,7 +348,9 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
         :meth:`make`, and say which of the heads, adapters and frozen parts there are.
         """
         if folder is None:
-            raise ValueError(f"{cls.family} has no published size, it is made for an environment; pass a run's folder")
+            raise ValueError(
+                f"{cls.family} has no published size, it is made for an environment; pass a folder that a run wrote"
+            )
         _, stored = layout.read(folder)
         check_unchanged(cls, folder, {**defaults_of(cls), **stored}, settings)
         with torch.device("meta"):

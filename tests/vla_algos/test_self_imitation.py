@@ -98,8 +98,8 @@ def test_a_checkpoint_keeps_them():
     resumed.load_state_dict(solved.state_dict())  # empty, as at the first iteration
     solved.extend(rollout(policy))
     text, tensors = to_json(solved.state_dict())
-    state = from_json(text, "cpu")
-    for name, tensor in to_json(state)[1].items():
+    state, empty = from_json(text, "cpu")
+    for name, tensor in empty.items():
         tensor.copy_(tensors[name])
     resumed.load_state_dict(state)
     found = []

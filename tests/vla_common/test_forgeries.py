@@ -512,7 +512,7 @@ def test_numbers_of_a_checkpoint_do_not_keep_it_busy(pristine, tmp_path):
     config["text_config"]["num_hidden_layers"] = 1_000_000
     (policy / "config.json").write_text(json.dumps(config))
     (policy / SUMS).unlink()
-    with pytest.raises(ValueError, match="has 1000000 layers, its weights do not"):
+    with pytest.raises(ValueError, match="has 1000000 layers, its weights have not"):
         load_policy(policy)
 
 

@@ -273,7 +273,7 @@ def test_the_command_prints_the_table(capsys):
             ["openvla", "--gpu", "nangb"],
             "gpu=nangb: must be what a GPU has, such as 12gb, 16gb",
         ),
-        (["small"], "small has no published size, it is made for an environment; pass a run's folder"),
+        (["small"], "small has no published size, it is made for an environment; pass a folder"),
         (["pi0"], "policy.config_name: which variant is it? such as pi0_libero or pi05_libero"),
         (["opnvla"], "unknown family or folder 'opnvla'; did you mean openvla or openvla_oft or smolvla?"),
         (["pi05"], "unknown family or folder 'pi05'; did you mean pi0"),

@@ -267,8 +267,8 @@ class SavedState:
     def of_process(self, rank: int) -> dict[str, Any]:
         """Load what a process had of its own; BrokenCheckpoint if it cannot be read."""
         own = _of(rank)
-        state = _read_json(self.folder / f"{own}.json", "cpu")
-        self._read({f"{own}.{name}": tensor for name, tensor in to_json(state)[1].items()})
+        state, tensors = _read_json(self.folder / f"{own}.json", "cpu")
+        self._read({f"{own}.{name}": tensor for name, tensor in tensors.items()})
         return state
 
     def _read(self, tensors: Mapping[str, Tensor]) -> None:
@@ -317,7 +317,7 @@ def open_checkpoint(checkpoint: Path, verified: bool = False) -> SavedState:
     if not verified:
         verify_checkpoint(checkpoint)
     path = checkpoint / _FILE
-    content = _read_json(path, "meta")
+    content, _ = _read_json(path, "meta")
     content = content if isinstance(content, dict) else {}
     found = str(content.get("format", "foreign file"))
     if found != _FORMAT:
@@ -340,8 +340,8 @@ def open_checkpoint(checkpoint: Path, verified: bool = False) -> SavedState:
     return SavedState(checkpoint, content["step"], content["processes"], content["state"])
 
 
-def _read_json(path: Path, device: str) -> Any:
-    """Read a state, with empty tensors on a device; BrokenCheckpoint if it cannot be read."""
+def _read_json(path: Path, device: str) -> tuple[Any, dict[str, Tensor]]:
+    """Read a state with empty tensors on a device, and these by name; BrokenCheckpoint if it cannot be read."""
     try:
         return from_json(path.read_text(), device)
     except (ValueError, OSError) as error:

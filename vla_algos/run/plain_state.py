@@ -32,10 +32,14 @@ def to_json(state: Any) -> tuple[str, dict[str, Tensor]]:
     return json.dumps(_encode(state, tensors, "")), tensors
 
 
-def from_json(text: str, device: str) -> Any:
-    """Return the state of :func:`to_json`, with empty tensors on a device; ValueError: it is damaged, or no state."""
+def from_json(text: str, device: str) -> tuple[Any, dict[str, Tensor]]:
+    """Return the state of :func:`to_json` with empty tensors on a device, and these by name.
+
+    ValueError: the text is damaged, or another one.
+    """
+    tensors: dict[str, Tensor] = {}
     try:
-        return _decode(parse_json(text), device)
+        return _decode(parse_json(text), tensors, device), tensors
     except (KeyError, TypeError, AttributeError, RuntimeError) as error:  # torch's, of a shape such as [-1]
         raise ValueError(f"damaged, or not a state ({type(error).__name__}: {error})") from error
 
@@ -68,15 +72,17 @@ def _below(where: str, key: Any) -> str:
     return f"{where}.{key}" if where else str(key)
 
 
-def _decode(value: Any, device: str) -> Any:
+def _decode(value: Any, tensors: dict[str, Tensor], device: str) -> Any:
     if isinstance(value, list):
-        return [_decode(item, device) for item in value]
+        return [_decode(item, tensors, device) for item in value]
     if not isinstance(value, dict):
         return value
     if "$tensor" in value:
-        return torch.empty(torch.Size(value["shape"]), dtype=_DTYPES[value["dtype"]], device=device)
+        tensor = torch.empty(torch.Size(value["shape"]), dtype=_DTYPES[value["dtype"]], device=device)
+        tensors[value["$tensor"]] = tensor
+        return tensor
     if "$tuple" in value:
-        return tuple(_decode(item, device) for item in value["$tuple"])
+        return tuple(_decode(item, tensors, device) for item in value["$tuple"])
     if "$items" in value:
-        return {_decode(key, device): _decode(item, device) for key, item in value["$items"]}
-    return {key: _decode(item, device) for key, item in value.items()}
+        return {_decode(key, tensors, device): _decode(item, tensors, device) for key, item in value["$items"]}
+    return {key: _decode(item, tensors, device) for key, item in value.items()}

@@ -205,7 +205,7 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         listed = None
         if self.lists_states:
             if states is None:
-                name = getattr(self.config, "config_name", "pi0.5")
+                name = getattr(self.config, "config_name", self.family)
                 raise ValueError(f"prompts of {name} list the state; pass states")
             listed = self.statistics.normalize("state", self.adapter.joints.states(states))
         return self.prompts(task_descriptions, listed).to(self.device)

@@ -111,7 +111,9 @@ class OpenVLACheckpoint:
         vision = VisionConfig.from_shapes(shapes, heads_of(self.config))
         language = LlamaConfig.from_dict(self.config.get("text_config", {}))
         if language.num_hidden_layers > len(entries):
-            raise ValueError(f"text_config of {self.path} has {language.num_hidden_layers} layers, its weights do not")
+            raise ValueError(
+                f"text_config of {self.path} has {language.num_hidden_layers} layers, its weights have not"
+            )
         padding = self.config.get("pad_to_multiple_of", PrismaticConfig.vocabulary_padding)
         with torch.device("meta"):
             return Prismatic(PrismaticConfig(vision, language, vocabulary_padding=padding)), entries

@@ -127,8 +127,10 @@ def test_any_plain_state_comes_back(tmp_path):
         "strided": torch.arange(12).reshape(3, 4).T[1:],
     }
     folder = save(tmp_path, 1, {}, state)
-    assert from_json(to_json(state)[0], "cpu")["keys"].keys() == state["keys"].keys()
+    text, tensors = to_json(state)
+    assert [*from_json(text, "cpu")[1]] == [*tensors]
     loaded = open_checkpoint(folder).of_process(0)
+    assert loaded["keys"] == state["keys"]
     assert repr(loaded) == repr(state)
     assert load(save(tmp_path, 2, state)).keys() == state.keys()
 
