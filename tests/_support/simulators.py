@@ -12,9 +12,9 @@ from vla_envs.robotwin import package as robotwin
 SLOW = bool(os.environ.get("VLA_TORCHRL_SLOW"))
 
 
-def some(tasks, each):
-    """Every so many-th task of a benchmark; all of them with ``VLA_TORCHRL_SLOW=1``."""
-    return list(tasks)[:: 1 if SLOW else each]
+def some(cases, each):
+    """Every so many-th of some cases, such as the tasks of a benchmark; all of them with ``VLA_TORCHRL_SLOW=1``."""
+    return list(cases)[:: 1 if SLOW else each]
 
 
 def libero_assets():

@@ -17,10 +17,11 @@ import pytest
 from huggingface_hub import ModelCard
 from lerobot_writer import write_lerobot
 from paligemma_tokenizer import as_tokenizer_json
-from paths import ROOT
+from paths import CONF, ROOT
 from safetensors.torch import load_file
-from simulators import libero_assets
+from simulators import SLOW, libero_assets
 
+from vla_algos.run.arguments import check_names
 from vla_envs.maniskill import assets
 from vla_envs.registry import make_spec
 from vla_envs.rendering import vulkan
@@ -180,7 +181,7 @@ def made_small(recipe, words):
 
 
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", PAGES)
+@pytest.mark.parametrize("name", PAGES if SLOW else ("pi0.md", "smolvla.md"))
 def test_the_commands_of_a_page(name, tmp_path, monkeypatch):
     page = PAGES[name]
     page.needs()
@@ -321,6 +322,14 @@ def test_a_command_that_is_not_known_fails():
         assert not excepted(words)
         with pytest.raises(AssertionError, match="does not know"):
             run(words)
+
+
+def test_recipes_have_the_settings_that_pages_type():
+    """Of all pages: whose commands run takes ``VLA_TORCHRL_SLOW=1``."""
+    for page in (*PAGES, LEROBOT_PAGE):
+        for words in [words for language, text in blocks(page) if language == "bash" for words in commands(text)]:
+            if recipe := re.fullmatch(r"python recipes/(\w+)\.py", " ".join(words[:2])):
+                check_names(recipe[1], words[2:], CONF)
 
 
 def test_every_page_is_known():

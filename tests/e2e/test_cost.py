@@ -7,6 +7,7 @@ import pytest
 import torch
 from hydra.core.global_hydra import GlobalHydra
 from paths import GOLDEN, ROOT
+from simulators import some
 
 from vla_policies.pi0.model import Pi0ModelConfig
 from vla_policies.tiny import make_tiny
@@ -31,7 +32,7 @@ def cost(*words):
     cost_of_a_run.main([*words, "--batches", "1,2", "--repetitions", "1"])
 
 
-@pytest.mark.parametrize("experiment", RUNS)
+@pytest.mark.parametrize("experiment", some(RUNS, 3))
 def test_all_parts_are_measured_and_shown(experiment, tmp_path, capsys):
     kind, settings, others = RUNS[experiment]
     if kind:

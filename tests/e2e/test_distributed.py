@@ -11,6 +11,7 @@ import time
 import pytest
 from forked import Started
 from running import RECIPES, TOY, TOY_OF, metrics, recipe
+from simulators import some
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup")
 pytestmark = pytest.mark.timeout(600)
@@ -48,11 +49,14 @@ def finished(name, folder, *overrides):
 
 @pytest.mark.parametrize(
     ("name", "sharding"),
-    [
-        ("ppo", ["sharding.shards=all", "sharding.compute=bf16"]),
-        ("ppo", ["sharding.shards=1"]),
-        ("grpo", ["sharding.shards=all", "sharding.cpu_offload=true", "sharding.reshard_after_forward=false"]),
-    ],
+    some(
+        [
+            ("ppo", ["sharding.shards=all", "sharding.compute=bf16"]),
+            ("ppo", ["sharding.shards=1"]),
+            ("grpo", ["sharding.shards=all", "sharding.cpu_offload=true", "sharding.reshard_after_forward=false"]),
+        ],
+        2,
+    ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )
 def test_recipes_of_two_processes_stop_and_go_on(name, sharding, tmp_path):

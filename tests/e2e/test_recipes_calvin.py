@@ -13,6 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from openvla_checkpoint import make_checkpoint as make_openvla
 from pi0_checkpoint import make_checkpoint as make_pi0
 from running import CONF, composed, main_of
+from simulators import some
 
 import vla_envs.calvin.package as package
 from vla_algos.run.training_env import evaluation_defaults
@@ -33,6 +34,11 @@ SIMULATOR = ["env.num_envs=1", "env.num_workers=1", "eval.videos=0", "eval.trial
 TRAINING = [*SIMULATOR, "env.max_episode_steps=25", "iterations=1", "update.epochs=1", "optim.lr=1e-3"]
 TRAINING += ["update.micro_batch_size=2"]
 OFT = ["policy.unnorm_key=null", "env.image_size=32", "env.wrist_camera=false"]
+EXPERIMENTS = {
+    "calvin_d_d_ppo_openpi": "pi0_tiny",
+    "calvin_d_d_ppo_openpi_pi05": "pi05_tiny",
+    "calvin_abc_d_grpo_openvlaoft": "openvla_oft",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -103,14 +109,7 @@ def check_prompts(decisions):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("experiment", "family"),
-    [
-        ("calvin_d_d_ppo_openpi", "pi0_tiny"),
-        ("calvin_d_d_ppo_openpi_pi05", "pi05_tiny"),
-        ("calvin_abc_d_grpo_openvlaoft", "openvla_oft"),
-    ],
-)
+@pytest.mark.parametrize(("experiment", "family"), some(EXPERIMENTS.items(), 2))
 def test_experiments_train_and_follow_the_instruction(experiment, family, one_chain, acting, tmp_path):
     name = "grpo" if family == "openvla_oft" else "ppo"
     small = [f"experiment={experiment}", checkpoint(family, tmp_path / "checkpoint"), one_chain, *TRAINING]
@@ -141,14 +140,7 @@ def test_experiments_train_and_follow_the_instruction(experiment, family, one_ch
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("experiment", "family"),
-    [
-        ("calvin_d_d_ppo_openpi", "pi0_tiny"),
-        ("calvin_d_d_ppo_openpi_pi05", "pi05_tiny"),
-        ("calvin_abc_d_grpo_openvlaoft", "openvla_oft"),
-    ],
-)
+@pytest.mark.parametrize(("experiment", "family"), some(EXPERIMENTS.items(), 2))
 def test_experiments_evaluate_and_follow_the_instruction(experiment, family, one_chain, acting, tmp_path):
     small = [f"experiment={experiment}", checkpoint(family, tmp_path / "checkpoint"), one_chain, *SIMULATOR]
     small += ["policy.num_action_chunks=5"]

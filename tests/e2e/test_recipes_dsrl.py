@@ -8,6 +8,7 @@ import pytest
 import torch
 from running import recipe
 from safetensors.torch import load_file
+from simulators import some
 
 from tests.storm import lives
 from vla_algos import Replay
@@ -49,7 +50,7 @@ def test_it_learns_what_its_base_does_not_do_and_the_base_stays(whole):
     assert all(torch.equal(tensor, first[name]) for name, tensor in base_of(whole / "policy").items())
 
 
-@pytest.mark.parametrize("call", [1, 4])
+@pytest.mark.parametrize("call", some([4, 1], 2))
 def test_a_run_that_was_killed_resumes_bit_by_bit(whole, tmp_path, call):
     folder = tmp_path / "again"
     assert (

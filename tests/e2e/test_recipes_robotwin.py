@@ -18,7 +18,7 @@ from hydra.core.global_hydra import GlobalHydra
 from openvla_checkpoint import make_bimanual as make_openvla
 from pi0_checkpoint import make_bimanual as make_pi0
 from running import composed, main_of
-from simulators import need_robotwin
+from simulators import need_robotwin, some
 
 from vla_common import keys
 from vla_common.texts import to_strings
@@ -99,7 +99,7 @@ def trained(folder):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("variant", ["pi0", "pi05"])
+@pytest.mark.parametrize("variant", some(["pi05", "pi0"], 2))
 def test_pi_trains_with_three_cameras(variant, acting, tmp_path):
     checkpoint = make_pi0(tmp_path / "checkpoint", f"{variant}_tiny")
     small = ["policy=pi0", f"policy.checkpoint={checkpoint}", f"policy.config_name={variant}_aloha_robotwin"]
@@ -142,7 +142,7 @@ def test_openvla_oft_trains_on_the_cropped_head_camera(acting, tmp_path):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("kind", ["pi0", "pi05", "openvla_oft with FiLM"])
+@pytest.mark.parametrize("kind", some(["pi0", "pi05", "openvla_oft with FiLM"], 2))
 def test_each_evaluates_on_its_own(kind, acting, tmp_path):
     acting.presses = lambda decision: False
     if kind.startswith("pi"):

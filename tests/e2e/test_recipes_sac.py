@@ -6,6 +6,7 @@ import signal
 import pytest
 from running import recipe
 from safetensors.torch import load_file
+from simulators import some
 
 from tests.storm import lives
 from vla_algos import Replay
@@ -29,7 +30,7 @@ def test_demonstrations_are_kept_and_learnt_from(whole):
     assert any(loss is not None for loss in losses)
 
 
-@pytest.mark.parametrize("call", [1, 2, 4])  # the first is of the demonstrations
+@pytest.mark.parametrize("call", some([1, 2, 4], 2))  # the first is of the demonstrations
 def test_a_run_that_was_killed_resumes_bit_by_bit(whole, tmp_path, call):
     folder = tmp_path / "again"
     killed = lives.wait(lives.live("sac", folder, None, lives.dies_in_extend(Replay, call), MORE))

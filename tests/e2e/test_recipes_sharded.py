@@ -14,6 +14,7 @@ from openvla_checkpoint import make_checkpoint
 from paths import ROOT
 from pi0_checkpoint import make_checkpoint as make_pi0_checkpoint
 from running import TOY, TOY_OF, differing, metrics, train
+from simulators import some
 
 from vla_policies import load_policy, make_example
 from vla_policies.checkpoint.lora import has_lora
@@ -94,10 +95,13 @@ def test_grpo_of_a_whole_openvla_oft_in_bfloat16(tmp_path):
 
 @pytest.mark.parametrize(
     ("family", "settings"),
-    [
-        ("openvla", []),
-        ("pi0", ["policy.config_name=pi05_metaworld", "policy.num_steps=2", "policy.num_action_chunks=2"]),
-    ],
+    some(
+        [
+            ("pi0", ["policy.config_name=pi05_metaworld", "policy.num_steps=2", "policy.num_action_chunks=2"]),
+            ("openvla", []),
+        ],
+        2,
+    ),
 )
 def test_ppo_of_an_adapter_that_is_held_to_its_reference(family, settings, tmp_path):
     make = {"openvla": make_checkpoint, "pi0": lambda folder: make_pi0_checkpoint(folder, "pi05_tiny")}[family]
@@ -124,7 +128,7 @@ def test_ppo_of_an_adapter_that_is_held_to_its_reference(family, settings, tmp_p
 
 
 @pytest.mark.parametrize(
-    "sharding", [["sharding.compute=bf16", "offload.optimizer=true"], ["sharding.cpu_offload=true"]]
+    "sharding", some([["sharding.compute=bf16", "offload.optimizer=true"], ["sharding.cpu_offload=true"]], 2)
 )
 def test_one_process_that_computes_otherwise(sharding, tmp_path):
     checkpoint = make_checkpoint(tmp_path / "checkpoint")

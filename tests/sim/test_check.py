@@ -1,12 +1,13 @@
 """Every benchmark passes ``check_simulator``: the same bits anywhere, and the checkers of TorchRL and Gymnasium."""
 
 import pytest
-from simulators import libero_assets, need_robotwin, needs_maniskill_driver
+from simulators import SLOW, libero_assets, need_robotwin, needs_maniskill_driver
 
 from vla_envs import check_simulator, make_spec
 from vla_envs.calvin import package
 
 pytestmark = pytest.mark.timeout(400)  # each starts seven simulators
+slow = pytest.mark.skipif(not SLOW, reason="SAPIEN begins seven times, a minute and more: VLA_TORCHRL_SLOW=1")
 FAST = {"image_size": 32, "render_quality": "fast"}
 
 
@@ -24,6 +25,7 @@ def test_libero():
     passes("libero/spatial", max_episode_steps=12, **FAST)
 
 
+@slow
 @needs_maniskill_driver
 def test_maniskill():
     pytest.importorskip("mani_skill", reason="ManiSkill is not installed: pip install 'vla-torchrl[maniskill]'")
@@ -38,6 +40,7 @@ def test_calvin():
     passes("calvin/D", image_size=32, wrist_camera=False, max_episode_steps=12)
 
 
+@slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of SAPIEN, at RoboTwin
 def test_robotwin():
     need_robotwin()

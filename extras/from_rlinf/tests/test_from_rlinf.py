@@ -10,6 +10,7 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from paths import CONF, GOLDEN
+from simulators import some
 
 from vla_algos.run.arguments import check_names
 from vla_common.experiments import as_typed
@@ -93,7 +94,7 @@ def composed(translation):
     return settings.composed(translation.recipe, translation.overrides, CONF)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", some(RUNS, 2))
 def test_a_run_of_the_guides_is_its_experiment_and_what_that_does_not_take_over(name, tmp_path):
     """The experiments have RLinf's values but for what docs/algorithms.md lists: test_experiments.py."""
     translation = translate(write(tmp_path, name, values_of(name)), CONF)
