@@ -186,7 +186,9 @@ def test_maniskill_is_its_clean_twin_but_for_the_stress():
     def make(stress):
         return make_spec("maniskill/StackCube-v1", image_size=64, stress=stress)
 
-    check_pairs(make, ("camera", "light", *["noise"] * SLOW), walk(7, 3), Episode(0, 2))
+    kept = make({}).make()  # while there is one, SAPIEN keeps what takes it seconds to compute without a GPU
+    check_pairs(make, ("camera", "light", "noise"), walk(7, 3), Episode(0, 2))
+    kept.close()
 
 
 def test_robotwin_is_its_clean_twin_but_for_the_stress():
