@@ -49,7 +49,7 @@ learn: run  ## the main job, which must solve 85 % of its held-out episodes
 # Some of them: make test ARGS="-k gym". One after the other, as in a debugger: make test WORKERS=0.
 PYTEST := $(RUN) -m pytest -n $(WORKERS) --dist loadfile --max-worker-restart=2
 
-test: $(STAMP)  ## units and simulators, 15 to 40 minutes on two cores (ARGS="-k gym" for some of them)
+test: $(STAMP)  ## units and simulators, 20 to 40 minutes on two cores (ARGS="-k gym" for some of them)
 	$(PYTEST) $(ARGS)
 
 test-e2e: $(STAMP)  ## whole runs: recipes, resuming, several processes, packages from outside

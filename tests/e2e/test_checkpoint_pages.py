@@ -167,6 +167,11 @@ def commands(text):
     return [words for line in text.replace("\\\n", " ").splitlines() if (words := shlex.split(line, comments=True))]
 
 
+def typed(page):
+    """The commands of all blocks of bash of a page."""
+    return [words for language, text in blocks(page) if language == "bash" for words in commands(text)]
+
+
 def excepted(words):
     return next((name for name in NOT_RUN if words[: len(name.split())] == name.split()), None)
 
@@ -247,9 +252,15 @@ def run(words, completed=lambda recipe, words: words):
         return forked.run(PROGRAMS[words[0]], *words[1:], limit=600)
     if words[:2] == ["python", "-m"] and words[2] in MODULES:
         return forked.run(MODULES[words[2]], *words[3:], limit=600)
-    recipe = re.fullmatch(r"recipes/(\w+)\.py", words[1]) if words[0] == "python" and len(words) > 1 else None
+    recipe = recipe_of(words)
     assert recipe, f"the test does not know {words[0]}: {shlex.join(words)}"
-    return forked.run(recipe[1], *completed(recipe[1], words[2:]), limit=600)
+    return forked.run(recipe, *completed(recipe, words[2:]), limit=600)
+
+
+def recipe_of(words):
+    """The recipe that a command starts; ``None`` if it is another program."""
+    found = re.fullmatch(r"recipes/(\w+)\.py", words[1]) if words[0] == "python" and len(words) > 1 else None
+    return found and found[1]
 
 
 def check_resumed(ran):
@@ -305,7 +316,7 @@ def test_the_commands_of_the_first_page(tmp_path, monkeypatch):
 
 
 def test_the_first_page_types_the_settings_of_its_table():
-    for words in [words for _, text in blocks("index.md") for words in commands(text)]:
+    for words in typed("index.md"):
         if words[1] in ("recipes/evaluate.py", "recipes/ppo.py"):
             recipe = words[1].removeprefix("recipes/").removesuffix(".py")
             assert {*small("every recipe"), *BENCHMARKS["metaworld"], *RECIPES[recipe]} <= {*words}
@@ -327,9 +338,10 @@ def test_a_command_that_is_not_known_fails():
 def test_recipes_have_the_settings_that_pages_type():
     """Of all pages: whose commands run takes ``VLA_TORCHRL_SLOW=1``."""
     for page in (*PAGES, LEROBOT_PAGE):
-        for words in [words for language, text in blocks(page) if language == "bash" for words in commands(text)]:
-            if recipe := re.fullmatch(r"python recipes/(\w+)\.py", " ".join(words[:2])):
-                check_names(recipe[1], words[2:], CONF)
+        started = [(recipe, words) for words in typed(page) if (recipe := recipe_of(words))]
+        assert started
+        for recipe, words in started:
+            check_names(recipe, words[2:], CONF)
 
 
 def test_every_page_is_known():
@@ -340,10 +352,10 @@ def test_hub_ids_are_those_of_the_tables():
     """A page downloads, and names as base, what its table of weights lists; experiments name no other ones."""
     listed = {found for page in PAGES for found in hub_ids(page)}
     for page in PAGES:
-        for words in [words for language, text in blocks(page) if language == "bash" for words in commands(text)]:
-            typed = {words[2]} if words[:2] == ["hf", "download"] else set()
-            typed |= {words[words.index("--base-model") + 1]} if "--base-model" in words else set()
-            assert typed <= hub_ids(page), page
+        for words in typed(page):
+            named = {words[2]} if words[:2] == ["hf", "download"] else set()
+            named |= {words[words.index("--base-model") + 1]} if "--base-model" in words else set()
+            assert named <= hub_ids(page), page
     for path in (ROOT / "recipes" / "conf" / "experiment").glob("*.yaml"):
         for found in re.findall(
             r"(?:RLinf|gen-robot|openvla|moojink)/[\w-]+[\w.-]*\w", path.read_text().split("recipe:")[0]

@@ -14,6 +14,7 @@ import torch
 from hydra.core.global_hydra import GlobalHydra
 from running import TOY, TOY_OF, composed, differing, main_of, metrics
 from safetensors.torch import load_file
+from simulators import some
 
 import vla_algos.run.checkpoints
 from vla_algos.collectors import EpisodeCollector, StepCollector
@@ -34,6 +35,9 @@ SETTINGS = [
     "policy.chunk_size=3",
     "evaluate_every=2",
 ]
+
+
+of_ppo = pytest.mark.parametrize("whole", some(["ppo", "grpo"], 2), indirect=True)
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +203,7 @@ def test_cloning_resumes(monkeypatch, tmp_path, capsys):
     assert all(torch.equal(found[name], weights[name]) for name in weights)
 
 
-@pytest.mark.parametrize("whole", ["ppo"], indirect=True)
+@of_ppo
 def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(whole, monkeypatch, tmp_path):
     saves, save = [], vla_algos.run.checkpoints.write_safetensors
 
@@ -223,7 +227,7 @@ def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(whole, monkeypa
     assert metrics(tmp_path / "run") == expected
 
 
-@pytest.mark.parametrize("whole", ["ppo"], indirect=True)
+@of_ppo
 def test_a_folder_with_another_run(whole, tmp_path):
     name, folder, _ = whole
     folder = shutil.copytree(folder, tmp_path / "copy", symlinks=True)
@@ -302,7 +306,7 @@ def test_a_second_signal_does_not_break_off_the_save(monkeypatch, tmp_path):
     assert open_checkpoint(by_preference(tmp_path / "run" / "checkpoints")[0]).step == 2
 
 
-@pytest.mark.parametrize("whole", ["ppo"], indirect=True)
+@of_ppo
 def test_a_second_start_is_refused_and_control_c_saves(whole, tmp_path):
     """As a terminal does it: the same command twice, then Ctrl-C, then the same command again."""
     name, _, expected = whole

@@ -95,7 +95,7 @@ def test_an_evaluation_gives_lerobots_results():
     pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
     theirs = [
         each for each in METAWORLD.values() if each["task"] == "drawer-close-v3" and len(each["actions"]) != SHORT
-    ][:2]
+    ]
     env = make_env("metaworld/drawer-close-v3", 1, 1, protocol="lerobot", num_workers=1, seed=0)
     steps = iter([step for each in theirs for step in range(len(each["actions"]))])
 
@@ -104,7 +104,7 @@ def test_an_evaluation_gives_lerobots_results():
         return torch.from_numpy(action)[None, None]
 
     policy = TensorDictModule(act, in_keys=[keys.STATES, keys.IMAGES], out_keys=[keys.ACTION])
-    result = evaluate(env, policy, evaluation_episodes(env.simulator_spec, trials=2))
+    result = evaluate(env, policy, evaluation_episodes(env.simulator_spec, trials=3))
     env.close()
     assert [each.episode.trial_id for each in result.episodes] == [int(each["seed"]) for each in theirs]
     assert [each.success_once for each in result.episodes] == [bool(each["success"]) for each in theirs]
