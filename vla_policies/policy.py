@@ -322,9 +322,12 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
     @classmethod
     def _restore(cls, path: Path, settings: dict[str, Any], device: torch.device | str) -> Self:
         try:
-            policy = cls(cls.config_class(**settings))
+            config = cls.config_class(**settings)
         except TypeError as error:
             raise ValueError(f"{path / layout.CONFIG} does not fit the policy {cls.family!r}: {error}") from error
+        with torch.device("meta"):
+            layout.check(cls(config), path)  # memory is taken only of sizes that the weights really have
+        policy = cls(config)
         layout.load(policy, path)
         return policy.to(device)
 

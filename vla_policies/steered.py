@@ -7,9 +7,10 @@ greedy actions (residuals: Ankile et al., 2025, arXiv:2509.19301).
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self, runtime_checkable
+from typing import Annotated, Any, ClassVar, Literal, Protocol, Self, runtime_checkable
 
 import torch
+from annotated_types import Ge, Le
 from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from torchrl.modules import MLP, ProbabilisticActor, TanhNormal
 from vla_common.checksums import read_checksums, write_lines
 from vla_common.keys import ACTION, FEATURES, STATES, STEERING
 from vla_common.schema import EnvironmentShape
-from vla_common.settings import Count, Positive, Width, check_fields
+from vla_common.settings import Positive, Width, check_fields
 from vla_policies.checkpoint import layout
 from vla_policies.checkpoint.report import Report
 from vla_policies.flow.policy import FlowPolicy
@@ -79,7 +80,7 @@ class SteeredConfig:
     noise: Literal["repeated", "whole"] = "repeated"
     reach: Positive = 1.0
     width: Width = 128
-    layers: Count = 2
+    layers: Annotated[int, Ge(1), Le(100)] = 2
 
     def __post_init__(self) -> None:
         check_fields(self)

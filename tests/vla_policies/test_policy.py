@@ -186,6 +186,22 @@ def test_broken_checkpoints_are_refused_with_a_reason(policy, tmp_path):
     load_policy(tmp_path)
 
 
+def test_sizes_that_a_file_claims_take_no_memory_before_they_are_compared(policy, tmp_path, monkeypatch):
+    policy.save_pretrained(tmp_path)
+    (tmp_path / "SHA256SUMS").unlink()
+    config, made, init = tmp_path / "config.json", [], SmallVLA.__init__
+    config.write_text(json.dumps({**json.loads(config.read_text()), "text_buckets": 1_000_000, "layers": 100}))
+
+    def recorded(self, config):
+        init(self, config)
+        made.append(next(self.parameters()).device.type)
+
+    monkeypatch.setattr(SmallVLA, "__init__", recorded)
+    with pytest.raises(ValueError, match="in another shape"):
+        load_policy(tmp_path)
+    assert made == ["meta"]
+
+
 # Made for an environment
 
 

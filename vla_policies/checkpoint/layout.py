@@ -11,7 +11,7 @@ from vla_common.checksums import write_checksums
 from vla_common.plain import read_json
 from vla_common.tensor_files import add_dimensions
 from vla_policies.checkpoint.parts import check_finite, in_first, write_safetensors
-from vla_policies.checkpoint.weights import check_layout, load_file
+from vla_policies.checkpoint.weights import check_layout, list_weights, load_file
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 _FAMILY = "policy"  # entry of config.json
@@ -57,13 +57,20 @@ def family_of(folder: Path) -> str | None:
         return None
 
 
+def check(module: nn.Module, folder: Path) -> None:
+    """Compare a module, which may be on the meta device, with the names and shapes in a file, or ValueError."""
+    expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
+    found = {
+        key: (1,) if not entry.shape and expected.get(key) == (1,) else entry.shape  # see add_dimensions
+        for key, entry in list_weights(folder / WEIGHTS).items()
+    }
+    check_layout(expected, found, what=str(folder / WEIGHTS))
+
+
 def load(module: nn.Module, folder: Path) -> None:
     """Fill a module; ValueError for a truncated file or tensors that do not fit or are not finite."""
-    expected = module.state_dict()
-    weights = add_dimensions(load_file(folder / WEIGHTS), expected)
-    shapes = [{key: tuple(tensor.shape) for key, tensor in tensors.items()} for tensors in (expected, weights)]
-    check_layout(*shapes, what=str(folder / WEIGHTS))
-    module.load_state_dict(weights)
+    check(module, folder)
+    module.load_state_dict(add_dimensions(load_file(folder / WEIGHTS), module.state_dict()))
 
 
 def unconverted(folder: Path) -> str | None:
