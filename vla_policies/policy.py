@@ -326,7 +326,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
         except TypeError as error:
             raise ValueError(f"{path / layout.CONFIG} does not fit the policy {cls.family!r}: {error}") from error
         with torch.device("meta"):
-            layout.check(cls(config), path)  # memory is taken only of sizes that the weights really have
+            layout.load(cls(config), path, check=True)  # memory is taken only of sizes that the weights really have
         policy = cls(config)
         layout.load(policy, path)
         return policy.to(device)

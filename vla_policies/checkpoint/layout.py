@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vla_common.checksums import write_checksums
@@ -57,20 +58,18 @@ def family_of(folder: Path) -> str | None:
         return None
 
 
-def check(module: nn.Module, folder: Path) -> None:
-    """Compare a module, which may be on the meta device, with the names and shapes in a file, or ValueError."""
-    expected = {key: tuple(tensor.shape) for key, tensor in module.state_dict().items()}
-    found = {
-        key: (1,) if not entry.shape and expected.get(key) == (1,) else entry.shape  # see add_dimensions
-        for key, entry in list_weights(folder / WEIGHTS).items()
-    }
-    check_layout(expected, found, what=str(folder / WEIGHTS))
+def load(module: nn.Module, folder: Path, *, check: bool = False) -> None:
+    """Fill a module; ValueError for a truncated file or tensors that do not fit or are not finite.
 
-
-def load(module: nn.Module, folder: Path) -> None:
-    """Fill a module; ValueError for a truncated file or tensors that do not fit or are not finite."""
-    check(module, folder)
-    module.load_state_dict(add_dimensions(load_file(folder / WEIGHTS), module.state_dict()))
+    ``check`` compares names and shapes alone, also of a module on the meta device.
+    """
+    expected, file = module.state_dict(), folder / WEIGHTS
+    sizes = {key: torch.empty(entry.shape, device="meta") for key, entry in list_weights(file).items()}
+    weights = add_dimensions(sizes if check else load_file(file), expected)
+    shapes = [{key: tuple(tensor.shape) for key, tensor in tensors.items()} for tensors in (expected, weights)]
+    check_layout(*shapes, what=str(file))
+    if not check:
+        module.load_state_dict(weights)
 
 
 def unconverted(folder: Path) -> str | None:

@@ -91,8 +91,7 @@ def add_lora(policy: Adaptable, rank: int = 32, alpha: int | None = None, target
     if not targets:
         raise ValueError(f"LoRA needs layers to adapt; it can have {sorted(policy.lora_targets)}")
     layers = {name.rpartition(".")[2] for name, _ in policy.model.named_modules()}
-    unknown = sorted(set(targets) - layers)
-    if unknown:
+    if unknown := sorted(set(targets) - layers):
         raise ValueError(f"no layer is called {unknown}; LoRA can have {sorted(set(policy.lora_targets) & layers)}")
     config = LoraConfig(r=rank, lora_alpha=alpha or rank, init_lora_weights="gaussian")
     config.target_modules = policy.lora_layers(targets)

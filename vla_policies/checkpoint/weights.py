@@ -85,14 +85,12 @@ def list_weights(source: str | Path) -> dict[str, Entry]:
 def _list_shards(source: Path) -> dict[str, Entry]:
     shard_of = read_index(source / INDEX)
     shards = sorted(set(shard_of.values()))
-    missing = [shard for shard in shards if not (source / shard).is_file()]
-    if missing:
+    if missing := [shard for shard in shards if not (source / shard).is_file()]:
         raise FileNotFoundError(
             f"{source} lacks {len(missing)} of {len(shards)} shards of its weights: {_few(missing)}; copy them as well"
         )
     found = {entry.key: entry for shard in shards for entry in _entries(source / shard)}
-    lost = [key for key, shard in shard_of.items() if key not in found or found[key].file.name != shard]
-    if lost:
+    if lost := [key for key, shard in shard_of.items() if key not in found or found[key].file.name != shard]:
         raise ValueError(f"the shards of {source} are not those of {INDEX}: they lack {_few(lost)}; copy them again")
     return found
 

@@ -149,29 +149,22 @@ class OpenVLACheckpoint:
 
 def save_heads(folder: Path, heads: Mapping[str, nn.Module]) -> list[str]:
     """Write the heads that have files of their own, instead of those that are there; returns names of the files."""
-    written = []
-    for name, head in heads.items():
-        if name == "value_head":
-            continue
-        tensors = dict(head.state_dict())
+    files = {f"{name}--latest_checkpoint.pt": name for name in heads if name != "value_head"}
+    for file, name in files.items():
+        tensors = dict(heads[name].state_dict())
         in_first(tensors.values(), partial(remove, folder, _PARTS[name]))
-        written.append(f"{name}--latest_checkpoint.pt")
-        write_pickled(folder / written[-1], tensors)
-    return written
+        write_pickled(folder / file, tensors)
+    return [*files]
 
 
 def family_of(folder: Path) -> str | None:
     """Find the :attr:`~OpenVLACheckpoint.family` of a local folder; ``None`` if it is no OpenVLA checkpoint."""
     try:
-        kind = read_json(folder / "config.json").get("model_type")
-        options = read_options(folder)
+        kind, options = read_json(folder / "config.json").get("model_type"), read_options(folder)
     except (OSError, ValueError):
         return None
-    if kind not in FAMILIES:
-        return None
     has_parts = any(any(folder.glob(pattern)) for pattern in _PARTS.values())
-    family: str = options.get("family", "openvla_oft" if has_parts else kind)
-    return family
+    return str(options.get("family", "openvla_oft" if has_parts else kind)) if kind in FAMILIES else None
 
 
 def _part(folder: Path, pattern: str) -> Path | None:

@@ -55,12 +55,12 @@ def pack(content: Any, *, text_keys: bool = False) -> bytes:
 
 def unpack(message: Any) -> Any:
     """Read a message; ``ValueError`` if it is none, or has something else than plain data and arrays in it, or more."""
-    room = 2 * LARGEST  # bytes, of which a list or a map takes 1024: few of a message may stand for many
+    room = 2 * LARGEST  # bytes, of which a list or a map takes 1024, an array 16384 or more: few may stand for many
 
     def take(found: Any) -> Any:
         nonlocal room
         value = _restore(found) if isinstance(found, dict) else found
-        room -= getattr(value, "nbytes", 1024)
+        room -= max(16384, value.nbytes) if isinstance(value, np.ndarray) else 1024
         if room < 0:
             raise ValueError("there is more in it than observations have")
         return value
