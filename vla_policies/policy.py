@@ -107,8 +107,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
         needed = ["forward"]
         if ACTION_LOG_PROB in getattr(self, "out_keys", ()):  # of a class that says so before its constructor
             needed += ["get_dist", "evaluate_actions"] if self.num_values else ["get_dist"]
-        missing = [name for name in needed if getattr(type(self), name) is getattr(VLAPolicy, name)]
-        if missing:
+        if missing := [name for name in needed if getattr(type(self), name) is getattr(VLAPolicy, name)]:
             raise TypeError(f"{type(self).__name__} lacks {' and '.join(missing)}; VLAPolicy.{missing[0]} says how")
 
     def __init_subclass__(cls, **arguments: Any) -> None:
@@ -275,8 +274,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
 
     def check_environment(self, shape: EnvironmentShape) -> None:
         """Refuse (ValueError) an environment of other actions, states or cameras, or unreadable instructions."""
-        name = shape.id
-        action_dim = len(shape.action_low)
+        name, action_dim = shape.id, len(shape.action_low)
         if (self.action_dim, self.state_dim) != (action_dim, shape.state_dim):
             raise ValueError(
                 f"the policy has {self.action_dim} action and {self.state_dim} state dimensions, {name} has "
@@ -322,12 +320,9 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
     @classmethod
     def _restore(cls, path: Path, settings: dict[str, Any], device: torch.device | str) -> Self:
         try:
-            config = cls.config_class(**settings)
+            policy = cls(cls.config_class(**settings))
         except TypeError as error:
             raise ValueError(f"{path / layout.CONFIG} does not fit the policy {cls.family!r}: {error}") from error
-        with torch.device("meta"):
-            layout.load(cls(config), path, check=True)  # memory is taken only of sizes that the weights really have
-        policy = cls(config)
         layout.load(policy, path)
         return policy.to(device)
 

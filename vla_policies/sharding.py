@@ -151,8 +151,7 @@ def _settings(module: fsdp.FSDPModule) -> Any:
 
 
 def _check(policy: nn.Module, groups: Sequence[ShardGroup]) -> None:
-    scalars = [name for name, parameter in policy.named_parameters() if not parameter.ndim]
-    if scalars:
+    if scalars := [name for name, parameter in policy.named_parameters() if not parameter.ndim]:
         raise ValueError(
             f"{type(policy).__name__} has parameters without a dimension: {', '.join(scalars)}; make them of shape [1]"
         )

@@ -189,8 +189,7 @@ class VisionTransformer(nn.Module):
             )
         patches = self.patch_embed.proj(pixels.to(self.pos_embed.dtype))
         hidden = patches.flatten(2).transpose(1, 2) + self.pos_embed
-        prefix = [getattr(self, name) for name in ("cls_token", "reg_token") if hasattr(self, name)]
-        if prefix:
+        if prefix := [getattr(self, name) for name in ("cls_token", "reg_token") if hasattr(self, name)]:
             hidden = torch.cat([*(token.expand(len(hidden), -1, -1) for token in prefix), hidden], dim=1)
         for block in self.blocks:
             hidden = run_block(block, hidden, language, recompute=self.gradient_checkpointing)

@@ -39,8 +39,7 @@ class ImagePreprocessor:
 
         ValueError: an entry is missing, or the images are not to be resized as published OpenVLA models do.
         """
-        missing = [name for name in ("means", "stds", "input_sizes") if name not in config]
-        if missing:
+        if missing := [name for name in ("means", "stds", "input_sizes") if name not in config]:
             raise ValueError(f"preprocessor_config.json has no {missing}: is it that of an OpenVLA checkpoint?")
         strategy = config.get("image_resize_strategy", "resize-naive")
         if strategy != "resize-naive" or set(config.get("interpolations", ["bicubic"])) != {"bicubic"}:

@@ -143,6 +143,5 @@ def numbers(values: Any, what: str) -> tuple[float, ...]:
 
 def check_order(low: Sequence[float], high: Sequence[float], what: str, names: Sequence[str]) -> None:
     """Refuse bounds of which the lower is the higher (equal: never moved), by a ValueError on ``what``."""
-    inverted = [index for index, (one, other) in enumerate(zip(low, high, strict=False)) if one > other]
-    if inverted:
+    if inverted := [index for index, (one, other) in enumerate(zip(low, high, strict=False)) if one > other]:
         raise ValueError(f"{what} are inverted in dimensions {inverted}: {names[0]} > {names[1]}; copy them again")

@@ -10,8 +10,10 @@ import itertools
 import re
 import zlib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated
+from pathlib import Path
+from typing import Annotated, Any, Self
 
 import torch
 from annotated_types import Ge, Le
@@ -22,6 +24,7 @@ from torch.nn import functional as F
 from vla_common import keys
 from vla_common.settings import Length, Width, check_fields
 from vla_common.texts import to_strings
+from vla_policies.checkpoint import layout
 from vla_policies.checkpoint.settings import SettingError
 from vla_policies.policy import VLAPolicy
 from vla_policies.small.precision import Compute, computing, settle
@@ -149,6 +152,12 @@ class SmallPolicy(VLAPolicy):
     """What small policies leave to their :class:`SmallEncoder`."""
 
     encoder: SmallEncoder
+
+    @classmethod
+    def _restore(cls, path: Path, settings: dict[str, Any], device: torch.device | str) -> Self:
+        with torch.device("meta"), suppress(TypeError):  # of unknown settings, which are refused below
+            layout.load(cls(cls.config_class(**settings)), path, check=True)  # a small file can claim a large policy
+        return super()._restore(path, settings, device)
 
     @property
     def vision_features(self) -> nn.Module:
