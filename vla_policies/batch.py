@@ -91,8 +91,7 @@ def refuse_vmap(tensordict: TensorDictBase) -> None:
 def _batch_of(tensordict: TensorDictBase) -> torch.Size:
     if not tensordict.ndim:
         for key, dimensions in _DIMENSIONS.items():
-            value = tensordict.get(key, None)
-            if value is not None:
+            if (value := tensordict.get(key, None)) is not None:
                 return value.shape[:-dimensions]
     return tensordict.batch_size
 

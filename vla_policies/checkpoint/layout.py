@@ -65,11 +65,10 @@ def load(module: nn.Module, folder: Path, *, check: bool = False) -> None:
     """
     expected, file = module.state_dict(), folder / WEIGHTS
     sizes = {key: torch.empty(entry.shape, device="meta") for key, entry in list_weights(file).items()}
-    weights = add_dimensions(sizes if check else load_file(file), expected)
-    shapes = [{key: tuple(tensor.shape) for key, tensor in tensors.items()} for tensors in (expected, weights)]
-    check_layout(*shapes, what=str(file))
+    pair = (expected, add_dimensions(sizes, expected))
+    check_layout(*({key: tuple(each.shape) for key, each in tensors.items()} for tensors in pair), what=str(file))
     if not check:
-        module.load_state_dict(weights)
+        module.load_state_dict(add_dimensions(load_file(file), expected))
 
 
 def unconverted(folder: Path) -> str | None:

@@ -163,8 +163,10 @@ def family_of(folder: Path) -> str | None:
         kind, options = read_json(folder / "config.json").get("model_type"), read_options(folder)
     except (OSError, ValueError):
         return None
+    if kind not in FAMILIES:
+        return None
     has_parts = any(any(folder.glob(pattern)) for pattern in _PARTS.values())
-    return str(options.get("family", "openvla_oft" if has_parts else kind)) if kind in FAMILIES else None
+    return str(options.get("family", "openvla_oft" if has_parts else kind))
 
 
 def _part(folder: Path, pattern: str) -> Path | None:
