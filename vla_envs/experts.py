@@ -54,7 +54,6 @@ def demonstrate(
     chunk_size: int,  # C, actions per label
     stride: int,  # record every so many actions, or decisions where chunks are executed as a whole
     noise: float | Sequence[float],  # deviation as a fraction of half the action's range, for all or each dimension
-    noise_correlation: float,  # of the disturbance between successive actions, 0 to below 1
     max_steps: int,  # give up after that many actions
 ) -> dict[str, Any] | None:
     """Let the scripted expert solve an episode while its actions are disturbed; ``None`` if it was not solved.
@@ -71,7 +70,7 @@ def demonstrate(
     """
     spec, chunked = simulator.spec, executes_chunks(simulator)
     check_expert(simulator, spec)
-    disturb = _Disturbance(spec, episode, noise, noise_correlation)
+    disturb = _Disturbance(spec, episode, noise)
     simulator.reset(episode)
     elapsed = 0
     for chunk in before:
@@ -117,17 +116,17 @@ def demonstrate(
 
 
 class _Disturbance:
-    """Noise on one action after the other, clipped to the bounds."""
+    """Noise on one action after the other, of correlation 0.8, clipped to the bounds."""
 
-    def __init__(self, spec: SimulatorSpec, episode: Episode, noise: float | Sequence[float], correlation: float):
+    def __init__(self, spec: SimulatorSpec, episode: Episode, noise: float | Sequence[float]):
         self._low, self._high = np.array(spec.action_low), np.array(spec.action_high)
-        self._scale, self._correlation = noise_of_dimensions(noise, spec), correlation
+        self._scale = noise_of_dimensions(noise, spec)
         self._random = np.random.default_rng([episode.seed, episode.task_id, episode.trial_id])
         self._now = np.zeros_like(self._low)
 
     def __call__(self, action: np.ndarray) -> np.ndarray:
         fresh = self._scale * self._random.standard_normal(self._low.shape)
-        self._now = self._correlation * self._now + (1 - self._correlation**2) ** 0.5 * fresh
+        self._now = 0.8 * self._now + (1 - 0.8**2) ** 0.5 * fresh
         return np.clip(action + self._now * (self._high - self._low) / 2, self._low, self._high)
 
 

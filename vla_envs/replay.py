@@ -22,6 +22,12 @@ class Visit:
     chunks: Sequence[np.ndarray] = field(default=(), repr=False)  # that were executed, float32 [C, A] each
 
 
+def thumbnail(simulator: Any, episode: Episode) -> np.ndarray:
+    """Return the image that an episode begins with, uint8 ``[16, 16, 3]``."""
+    simulator.reset(episode)
+    return np.array(Image.fromarray(simulator.observe().images).resize((16, 16), Image.Resampling.BOX))
+
+
 def replay(simulator: Any, visit: Visit) -> tuple[int, dict[str, Any]]:
     """Return the number of a visit, and what was to be seen before each of its ``L`` actions, and what each did.
 

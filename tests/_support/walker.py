@@ -65,3 +65,12 @@ class Shoved(Walker):
         if kind == "start":
             self.position += strength * drawn
         return self.position * self.side < self.spec.options["goal"]
+
+
+class Refusing(Walker):
+    """One that cannot begin the first two trials."""
+
+    def reset(self, episode: Episode) -> None:
+        super().reset(episode)
+        if episode.trial_id < 2:
+            raise RuntimeError("no such scene")

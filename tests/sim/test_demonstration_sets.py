@@ -90,7 +90,7 @@ def test_rows_say_whose_they_are_and_when(made):
     for number in (0, found.facts["demonstrations"] - 1):
         rows = frames[frames[keys.EPISODE] == number]
         episode = Episode(int(rows[keys.TASK_ID][0]), int(rows[keys.TRIAL_ID][0]), 7)
-        alone = demonstrate(simulator, episode, chunk_size=5, noise_correlation=0.8, **SETTINGS)
+        alone = demonstrate(simulator, episode, chunk_size=5, **SETTINGS)
         assert rows[keys.STEP].tolist() == list(range(0, alone[keys.EPISODE_LEN], 4)) == alone[keys.STEP].tolist()
         assert (rows[keys.EPISODE_LEN] == alone[keys.EPISODE_LEN]).all()
         assert (rows[keys.FINAL_STATES].numpy() == alone[keys.FINAL_STATES]).all()
@@ -239,7 +239,7 @@ def test_the_gripper_is_left_alone():
     simulator, executed = spec.make(), []
     step = simulator.step
     simulator.step = lambda action: (executed.append(action.copy()), step(action))[1]
-    episode, settings = Episode(0, 0), {"chunk_size": 1, "stride": 1, "noise_correlation": 0.8, "max_steps": 80}
+    episode, settings = Episode(0, 0), {"chunk_size": 1, "stride": 1, "max_steps": 80}
     wanted = demonstrate(simulator, episode, noise=0.1, **settings)[keys.ACTION][:, 0]
     done = np.array(executed)
     assert (done[:, 3] == wanted[:, 3]).all()

@@ -63,7 +63,7 @@ def test_the_expert_begins_in_the_states_that_the_policy_has_visited():
 
 def test_after_a_chunk_that_is_one_motion():
     simulator = WholeSimulator(whole_spec())
-    settings = {"chunk_size": 3, "stride": 1, "noise": 0.0, "noise_correlation": 0.0, "max_steps": 50}
+    settings = {"chunk_size": 3, "stride": 1, "noise": 0.0, "max_steps": 50}
     found = demonstrate(simulator, Episode(0, 0), [np.full((3, 1), 0.2, np.float32)], **settings)
     assert found[keys.STATES][:, 0].tolist() == pytest.approx([1.8])  # one more chunk of the expert's solves it
     assert (found[keys.ACTION] == 0.25).all()

@@ -39,7 +39,7 @@ def solved():
     """What the expert did: every frame and every action."""
     simulator, found = SPEC.make(), []
     for episode in EPISODES:
-        done = demonstrate(simulator, episode, chunk_size=1, stride=1, noise=0.0, noise_correlation=0.0, max_steps=120)
+        done = demonstrate(simulator, episode, chunk_size=1, stride=1, noise=0.0, max_steps=120)
         images = {CAMERA: done[keys.IMAGES]}
         found.append(
             {

@@ -39,14 +39,14 @@ def test_it_comes_back_from_a_wrong_press_and_gives_up_what_is_out_of_reach(monk
     assert not simulator.execute(wrong.astype(np.float32))[-1].success
     assert press(simulator, 5)
     monkeypatch.setattr("vla_envs.robotwin.expert._reach", lambda robot, press: None)
-    options = {"chunk_size": 5, "stride": 1, "noise": 0.0, "noise_correlation": 0.0, "max_steps": 20}
+    options = {"chunk_size": 5, "stride": 1, "noise": 0.0, "max_steps": 20}
     assert demonstrate(simulator, Episode(0, 1), **options) is None
     simulator.close()
 
 
 def test_a_demonstration_has_a_label_for_each_action_that_was_executed():
     simulator = make_spec("robotwin/click_bell", **SMALL).make()
-    options = {"chunk_size": 5, "stride": 1, "noise": 0.01, "noise_correlation": 0.8, "max_steps": 20}
+    options = {"chunk_size": 5, "stride": 1, "noise": 0.01, "max_steps": 20}
     found = demonstrate(simulator, Episode(0, 0), **options)
     again = demonstrate(simulator, Episode(0, 0), **options)
     simulator.close()

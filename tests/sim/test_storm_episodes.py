@@ -70,6 +70,6 @@ def test_demonstrations_that_crash_are_left_out_and_counted(tmp_path):
 )
 def test_what_a_simulator_shows_in_a_demonstration_is_checked_too(tmp_path, monkeypatch, method, answer, message):
     monkeypatch.setattr(ToySimulator, method, lambda *_: answer)
-    settings = {"chunk_size": 2, "stride": 1, "noise": 0.0, "noise_correlation": 0.0, "max_steps": 5}
+    settings = {"chunk_size": 2, "stride": 1, "noise": 0.0, "max_steps": 5}
     with pytest.raises(WrongAnswer, match=message):
         demonstrate(ToySimulator(toy_spec({}, tmp_path)), Episode(0, 0), **settings)

@@ -16,7 +16,7 @@ from vla_algos.demonstrations.dataset import FACTS, FORMAT, KIND, Arrays, env_fa
 from vla_algos.results import NAME, EpisodeResult, as_lines
 from vla_algos.samples import CAMERAS
 from vla_common import __version__, keys
-from vla_common.settings import BelowOne, Count, Fraction, check_fields
+from vla_common.settings import Count, Fraction, check_fields
 from vla_common.texts import WIDTH, encode
 from vla_envs.env import VLAEnv
 from vla_envs.experts import check_expert, noise_of_dimensions
@@ -36,13 +36,11 @@ class RecordingSettings:
         stride: record every so many primitive actions, or decisions where a chunk is one motion.
         noise: standard deviation of the disturbance, as a fraction of half the action's range: one number, for all but
             the gripper, or one for each dimension.
-        noise_correlation: of the disturbance between successive actions, 0 to below 1.
         max_steps: give up after that many actions.
     """
 
     stride: Count = 4
     noise: Fraction | Sequence[Fraction] = 0.25
-    noise_correlation: BelowOne = 0.8
     max_steps: Count = 150
 
     def __post_init__(self) -> None:
@@ -114,6 +112,7 @@ def write_demonstrations(
     episodes: Sequence[Episode],
     *,
     chunk_size: Count,
+    spread: Count = 1,
     on_episode: Finished | None = None,
     **settings: Any,
 ) -> None:
@@ -122,7 +121,8 @@ def write_demonstrations(
     Frames are written as they come, in the order of ``episodes``: hand them in sorted by task, and no more than a few
     demonstrations are in memory at a time. Until this has returned the data set is not whole. Arguments and errors are
     those of :func:`record_demonstrations`, and ``chunk_size`` is the actions per label: policies with at most as many
-    can learn from it. ``episodes.jsonl`` has what was executed, but of chunks that are one motion.
+    can learn from it. ``spread`` is noted in the folder: how ``episodes`` were chosen. ``episodes.jsonl`` has what was
+    executed, but of chunks that are one motion.
     """
     spec, folder, recording_settings = env.simulator_spec, Path(folder), RecordingSettings(**settings)
     folder.mkdir(parents=True)
@@ -155,6 +155,7 @@ def write_demonstrations(
             "episodes": len(episodes),
             "seeds": sorted({episode.seed for episode in episodes}),
             "chunk_size": chunk_size,
+            "spread": spread,
             **asdict(recording_settings),
             "noise_of_dimensions": noise_of_dimensions(recording_settings.noise, spec).tolist(),
         },

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from tqdm import tqdm
 
@@ -30,7 +31,7 @@ from vla_algos.lerobot.demonstrations import LeRobotDemonstrations, Tasks
 from vla_algos.samples import Samples, check_heldout
 from vla_algos.state_prediction import check_vision_features
 from vla_common import keys
-from vla_common.settings import BelowOne, Whole
+from vla_common.settings import BelowOne, Count, Whole
 from vla_envs import Episode, SimulatorSpec, VLAEnv
 from vla_envs.experts import check_expert, noise_of_dimensions
 from vla_policies import VLAPolicy
@@ -46,6 +47,8 @@ class DemonstrationSettings(RecordingSettings):
 
     Attributes:
         episodes: how many the expert tries, of all tasks equally many, or one more of the first ones.
+        spread: of so many times as many initial states those are taken whose first images are farthest apart: one in
+            the middle, and each time the farthest from those taken (Gonzalez, 1985). 1: the first ones.
         folder: where demonstrations are kept: those that are there are read, otherwise they are recorded into it. Of
             what was recorded, the folder's own settings count, and a line says so where they differ from these.
             ``None`` keeps them in memory. A data set of LeRobot is read; of the settings above ``stride`` counts then.
@@ -57,6 +60,7 @@ class DemonstrationSettings(RecordingSettings):
     """
 
     episodes: Whole
+    spread: Count = 1
     folder: str | None = None
     heldout: BelowOne = 0.0
     statistics: Literal["checkpoint", "demonstrations"] = "checkpoint"
@@ -166,22 +170,26 @@ class Demonstrations:
     def _find(self) -> Found | None:
         return self._lerobot or find_demonstrations(self.settings, self.spec, self._evaluation_seed)
 
-    def _episodes(self) -> list[Episode]:
-        count = len(self.spec.tasks)
-        episodes = (Episode(n % count, n // count, self._seed) for n in range(self.settings.episodes))
-        return sorted(episodes, key=lambda episode: episode.task_id)
+    def _episodes(self, env: VLAEnv) -> list[Episode]:
+        chosen, count = list[Episode](), len(self.spec.tasks)
+        for task in range(count):
+            wanted = len(range(task, self.settings.episodes, count))
+            some = [Episode(task, trial, self._seed) for trial in range(self.settings.spread * wanted)]
+            chosen += _farthest_apart(env, some, wanted)
+        return chosen
 
     def _record(self, env: VLAEnv, policy: VLAPolicy) -> tuple[Samples, Samples]:
-        episodes = self._episodes()
+        episodes = self._episodes(env)
         with _progress(self.spec, len(episodes)) as note:
             data = record_demonstrations(env, policy, episodes, **self.settings.recording, on_episode=note)
         return Samples(data).split(self.settings.heldout)
 
     def _find_or_write(self, env: VLAEnv, policy: VLAPolicy) -> Found | None:
         """Return what the folder has, and say what that is; record into it if it is not there."""
-        found, episodes, settings = self._find(), self._episodes(), self.settings.recording
+        found, settings = self._find(), {"spread": self.settings.spread, **self.settings.recording}
 
         def write(folder: Path) -> None:
+            episodes = self._episodes(env)
             with _progress(self.spec, len(episodes)) as note:
                 write_demonstrations(folder, env, episodes, chunk_size=policy.chunk_size, **settings, on_episode=note)
             (folder / "config.yaml").write_text(json.dumps({"env": self._env}) + "\n")  # for vla-recipe rollouts
@@ -193,6 +201,22 @@ class Demonstrations:
         else:
             _record_into(Path(str(self.settings.folder)), write)
         return found
+
+
+def _farthest_apart(env: VLAEnv, episodes: Sequence[Episode], count: int) -> list[Episode]:
+    """Choose ``count`` of the episodes, in order; not one whose simulator fails as it begins, if there are others."""
+    if count == len(episodes):
+        return [*episodes]
+    found = zip(episodes, env.pool.map("vla_envs.replay:thumbnail", episodes, on_error=print), strict=True)
+    began = [(episode, image.astype(np.int64).ravel()) for episode, image in found if image is not None]
+    pixels = np.stack([image for _, image in began])
+    apart = np.array([np.square(pixels - image).sum(1) for image in pixels])
+    taken = [int(apart.sum(1).argmin())]
+    while len(taken) < min(count, len(began)):
+        nearest = apart[taken].min(0)
+        nearest[taken] = -1
+        taken.append(int(nearest.argmax()))
+    return [began[number][0] for number in sorted(taken)]
 
 
 def find_demonstrations(settings: DemonstrationSettings, spec: SimulatorSpec, evaluation_seed: int) -> Found | None:
@@ -257,7 +281,8 @@ def _describe(found: DemonstrationSet, spec: SimulatorSpec, settings: Mapping[st
     """Say what is read, and what of it is not as this run would have recorded it."""
     recording = found.facts["recording"]
     lines = [f"{found.folder}: {found.describe()}"]
-    other = [f"{name} {recording[name]}, not {ours}" for name, ours in settings.items() if recording.get(name) != ours]
+    differing = [name for name, ours in settings.items() if recording.get(name, ours) != ours]
+    other = [f"{name} {recording[name]}, not {settings[name]}" for name in differing]
     if other:
         lines.append(f"  recorded with other settings than demonstrations. has now: {'; '.join(other)}")
     theirs, here = found.facts["env"]["protocol_deviations"], list(spec.protocol_deviations)

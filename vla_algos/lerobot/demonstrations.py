@@ -145,7 +145,7 @@ class LeRobotDemonstrations:
         lines = [
             f"{folder.path}: a data set of LeRobot v{folder.version[0]}.{folder.version[1]}, {folder.episodes:,} "
             f"episodes with {folder.frames:,} frames, {folder.fps:g} a second; {cameras}",
-            f"  of {self.stride} frames one is learnt from (demonstrations.stride); episodes, noise, noise_correlation "
+            f"  of {self.stride} frames one is learnt from (demonstrations.stride); episodes, spread, noise "
             "and max_steps are settings of a recording and change nothing",
         ]
         return "\n".join([*lines, *(f"  note: {remark}" for remark in self.remarks)])

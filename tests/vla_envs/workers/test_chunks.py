@@ -153,7 +153,7 @@ def test_gymnasiums_checker_and_what_is_refused():
 
 def test_demonstrations_record_decisions():
     simulator = WholeSimulator(whole_spec())
-    settings = {"chunk_size": 3, "noise": 0.0, "noise_correlation": 0.0, "max_steps": 50}
+    settings = {"chunk_size": 3, "noise": 0.0, "max_steps": 50}
     recording = demonstrate(simulator, Episode(0, 0), stride=1, **settings)
     assert recording[keys.ACTION].shape == (2, 3, 1)  # 0.75 by each action
     assert recording[keys.STATES][:, 0].tolist() == pytest.approx([0, 2.25])
