@@ -354,6 +354,19 @@ def test_sft_records_once_and_does_not_notice(tmp_path, capfd):
     assert all(0 < line["heldout/error"] < 2 for _, line in lines)
 
 
+def test_spread_demonstrations_are_others_the_same_in_memory_and_in_a_folder_that_says_so(tmp_path, capfd):
+    folder, spread = tmp_path / "set", ["demonstrations.spread=3", "demonstrations.heldout=0"]
+    in_memory = clone(tmp_path / "memory", *spread)
+    assert clone(tmp_path / "first", f"demonstrations.folder={folder}", *spread) == in_memory
+    found = load_demonstrations(folder)
+    trials = found.frames[keys.TRIAL_ID].unique().tolist()
+    assert len(trials) == found.facts["demonstrations"]
+    assert trials[-1] >= found.facts["recording"]["episodes"], "not the first ones"
+    assert found.facts["recording"]["spread"] == 3
+    assert clone(tmp_path / "second", f"demonstrations.folder={folder}", spread[1]) == in_memory
+    assert "demonstrations. has now: spread 3, not 1" in capfd.readouterr().out
+
+
 def test_cloning_from_a_folder_goes_on_where_it_was(tmp_path, monkeypatch):
     there = [f"demonstrations.folder={tmp_path / 'set'}", "checkpoint_every=2"]
     expected, step, steps = clone(tmp_path / "whole", *there), BehaviourCloning.step, []
@@ -422,6 +435,7 @@ def test_one_process_records_at_a_time(tmp_path):
             "eval.seed=7 is the family of in",
         ),
         (["demonstrations.heldout=0.1"], r"heldout=0.1: no demonstration is held out, of each task trials 9, 19, 29"),
+        (["demonstrations.spread=2"], r"type demonstrations.spread=1, or demonstrations.heldout=0"),
         (["demonstrations.noise=[0.1,0.2]"], "one for each of the 4 dimensions"),
     ],
 )

@@ -116,6 +116,11 @@ class Demonstrations:
             return
         found = self._find()
         if found is None:
+            if self.settings.heldout and self.settings.spread > 1:
+                raise ValueError(
+                    "demonstrations.spread takes some of the trials that heldout counts; type demonstrations.spread=1, or "
+                    "demonstrations.heldout=0"
+                )
             check_heldout(self.settings.heldout, self.settings.episodes // len(spec.tasks))
             with contextlib.suppress(ImportError):  # what starts it says what to install
                 check_expert(spec.simulator_class(), spec)
