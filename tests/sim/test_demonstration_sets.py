@@ -435,7 +435,7 @@ def test_one_process_records_at_a_time(tmp_path):
             "eval.seed=7 is the family of in",
         ),
         (["demonstrations.heldout=0.1"], r"heldout=0.1: no demonstration is held out, of each task trials 9, 19, 29"),
-        (["demonstrations.spread=2"], r"type demonstrations.spread=1, or demonstrations.heldout=0"),
+        (["demonstrations.spread=2"], r"type demonstrations.spread=1 or demonstrations.heldout=0"),
         (["demonstrations.noise=[0.1,0.2]"], "one for each of the 4 dimensions"),
     ],
 )

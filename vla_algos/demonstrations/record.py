@@ -118,8 +118,8 @@ class Demonstrations:
         if found is None:
             if self.settings.heldout and self.settings.spread > 1:
                 raise ValueError(
-                    "demonstrations.spread takes some of the trials that heldout counts; type demonstrations.spread=1, or "
-                    "demonstrations.heldout=0"
+                    "demonstrations.spread takes some of the trials that heldout counts; type demonstrations.spread=1 "
+                    "or demonstrations.heldout=0"
                 )
             check_heldout(self.settings.heldout, self.settings.episodes // len(spec.tasks))
             with contextlib.suppress(ImportError):  # what starts it says what to install
