@@ -74,7 +74,6 @@ def train(config: SimpleNamespace, run: Run) -> None:
     for iteration in run.iterations(config.iterations):
         # ---- act: whole episodes of the policy that samples
         policy.eval()
-        policy.start_iteration(iteration)
         tried = [episodes.next() for _ in range(wanted)]
         collector.extend(tried)
         with gathered(policy), films.of(iteration, policy.chunk_size):

@@ -81,7 +81,6 @@ def train(config: SimpleNamespace, run: Run) -> None:
     for iteration in run.iterations(config.iterations):
         # ---- act: groups of runs of one episode, until enough of them differ
         policy.eval()
-        policy.start_iteration(iteration)
         with gathered(policy), films.of(iteration, policy.chunk_size):
             groups = collect_groups(collector, episodes, **wanted, success_bounds=bounds)
 

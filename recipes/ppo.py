@@ -82,7 +82,6 @@ def train(config: SimpleNamespace, run: Run) -> None:
     for iteration in run.iterations(config.iterations):
         # ---- act: [environments, decisions]
         policy.eval()
-        policy.start_iteration(iteration)
         with gathered(policy), films.of(iteration, policy.chunk_size):
             batch = collector.rollout()
         solved.extend(batch)

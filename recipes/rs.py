@@ -74,7 +74,6 @@ def train(config: SimpleNamespace, run: Run) -> None:
     for iteration in run.iterations(config.iterations):
         # ---- act: whole episodes of the policy that samples
         policy.eval()
-        policy.start_iteration(iteration)
         collector.extend(episodes.next() for _ in range(wanted))
         with gathered(policy), films.of(iteration, policy.chunk_size):
             batch: TensorDictBase = torch.cat(list(collector.iterator()))

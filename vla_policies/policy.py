@@ -217,9 +217,6 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
         """Add what does not change during an update, such as a frozen part's output, to its decisions ``[D]``."""
         return tensordict
 
-    def start_iteration(self, iteration: int) -> None:
-        """Set what the policy schedules; called by the recipes before each collection, counted from 1."""
-
     # ---- several GPUs
 
     def shard_groups(self) -> Sequence[ShardGroup]:

@@ -72,11 +72,8 @@ class PretrainedPolicy(VLAPolicy):
         return {name: head for name in self.head_names if (head := getattr(self, name)) is not None}
 
     @abstractmethod
-    def load_heads(self, entries: dict[str, Entry], settings: Mapping[str, Any]) -> dict[str, Entry]:
-        """Fill the heads, as far as the checkpoint has them, or ValueError; returns what is not theirs of its tensors.
-
-        ``settings`` are the user's.
-        """
+    def load_heads(self, entries: dict[str, Entry]) -> dict[str, Entry]:
+        """Fill the heads, as far as the checkpoint has them, or ValueError; returns the tensors that are not theirs."""
 
     @classmethod
     def infer_settings(cls, checkpoint: Any, settings: dict[str, Any], stored: bool) -> dict[str, Any]:
@@ -152,7 +149,7 @@ class PretrainedPolicy(VLAPolicy):
         adapter = {} if lora_adapter is None else lora.put_adapter(policy, lora_adapter)
         if shard is not None:
             shard(policy)
-        entries, kept_on = policy.load_heads(entries, settings), storage_device(policy, device)
+        entries, kept_on = policy.load_heads(entries), storage_device(policy, device)
         policy.unused_tensors = load_weights(model, entries, device=kept_on, unused=policy.unused)
         place(policy, device)
         lora.fill_adapter(policy, adapter)

@@ -253,7 +253,6 @@ def settings_of_flow(row, head):
     if row["actor.model.openpi.noise_method"] == "flow_sde":
         yield "policy.noise_level", level
     yield "policy.noise_std_range", [0.08, 0.16]  # the class's, no file has another
-    yield "policy.noise_anneal", None
     joint = row["actor.model.openpi.joint_logprob"]
     yield "policy.joint_log_prob", joint
     if head:

@@ -258,8 +258,8 @@ def test_settings_beside_a_checkpoint_are_its_own_or_refused(family, tmp_path):
 
 def test_a_setting_that_a_checkpoint_has_left_open_is_fixed_too(tmp_path):
     make_policy(Shape(), family="small_flow", **SMALL).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"policy.noise_anneal=\[0.5, 0.1, 9\]: .* with noise_anneal=None"):
-        make_policy(Shape(), family="small_flow", checkpoint=tmp_path, noise_anneal=[0.5, 0.1, 9])
+    with pytest.raises(ValueError, match=r"policy.joint_log_prob=True: .* with joint_log_prob=None"):
+        make_policy(Shape(), family="small_flow", checkpoint=tmp_path, joint_log_prob=True)
 
 
 @pytest.mark.parametrize(

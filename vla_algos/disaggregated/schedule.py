@@ -70,15 +70,12 @@ class Schedule:
 
         def collected() -> TensorDictBase | None:
             self.policy.eval()
-            self.policy.start_iteration(iteration + self._ahead)
             with self.acting():
                 return collect() if self.roles.collects else None
 
         def learnt() -> R | None:
             if not self.roles.learns:
                 return None
-            if self.lag:
-                self.policy.start_iteration(iteration)
             with distributed.subgroup(self.roles.actors):
                 return learn(self._waiting.popleft())
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
-from vla_common.settings import Count, Length, NonNegative, check_fields
+from vla_common.settings import Length, NonNegative, check_fields
 from vla_policies.checkpoint.settings import SettingError
 
 _Noise = Annotated[float, Ge(0), Le(10)]
@@ -21,11 +21,9 @@ class FlowConfig:
             has no log-probability and is for evaluation. A greedy policy takes the deterministic steps, from zeros.
         num_steps: ``K``, steps from noise to action.
         noise_level: ``a`` of ``flow_sde`` and ``flow_cps``.
-        noise_anneal: ``(first, last, iterations)``: the noise level falls linearly over that many iterations.
         noise_std_range: smallest and largest standard deviation that ``flow_noise`` may learn.
         joint_log_prob: all ``K`` steps are stochastic and their log-probabilities are summed; otherwise one step, drawn
             for each decision, is. ``None``: for ``flow_noise`` only.
-        ignore_last: never make the last step the stochastic one; ``flow_cps``, which adds no noise there, never does.
         value_head: build a value head.
         detach_critic: the value loss does not reach what the value head reads.
     """
@@ -33,10 +31,8 @@ class FlowConfig:
     method: Literal["flow_sde", "flow_noise", "flow_cps", "flow_ode"] = "flow_sde"
     num_steps: Length = 5
     noise_level: _Noise = 0.5
-    noise_anneal: tuple[_Noise, _Noise, Count] | None = None
     noise_std_range: tuple[_Deviation, _Deviation] = (0.08, 0.16)
     joint_log_prob: bool | None = None
-    ignore_last: bool = False
     value_head: bool = True
     detach_critic: bool = True
 
@@ -44,28 +40,21 @@ class FlowConfig:
         check_fields(self)
         if self.stochastic_steps < 1:
             raise SettingError(f"num_steps={self.num_steps}: no step is left to be stochastic; set it to at least 2")
-        if self.ignore_last and self.joint:
-            raise SettingError("ignore_last=True: is for one stochastic step per decision; all are (joint_log_prob)")
         if self.noise_std_range[0] > self.noise_std_range[1]:
             smallest, largest = self.noise_std_range
             raise SettingError(f"noise_std_range={[smallest, largest]}: smallest first; write {[largest, smallest]}")
-        first, last, *iterations = self.noise_anneal or (self.noise_level, self.noise_level)
-        if self.method == "flow_cps" and max(first, last) > 1:
-            raise SettingError(f"noise_level={max(first, last)}: flow_cps renews a share of the noise, at most 1")
-        if self.method in ("flow_sde", "flow_cps") and min(first, last) <= 0:
+        if self.method == "flow_cps" and self.noise_level > 1:
+            raise SettingError(f"noise_level={self.noise_level}: flow_cps renews a share of the noise, at most 1")
+        if self.method in ("flow_sde", "flow_cps") and self.noise_level <= 0:
             raise SettingError(
-                f"noise_level={min(first, last)}: {self.method} then has no log-probability; set it above 0 (0.5 is "
+                f"noise_level={self.noise_level}: {self.method} then has no log-probability; set it above 0 (0.5 is "
                 "usual), or method='flow_ode' for evaluation alone"
-            )
-        if first < last:
-            raise SettingError(
-                f"noise_anneal={[first, last, *iterations]}: the noise level falls; write {[last, first, *iterations]}"
             )
 
     @property
     def stochastic_steps(self) -> int:
-        """How many steps, from the first, may be the stochastic one."""
-        return self.num_steps - (self.ignore_last or self.method == "flow_cps")
+        """How many steps, from the first, may be the stochastic one; ``flow_cps`` adds no noise in the last."""
+        return self.num_steps - (self.method == "flow_cps")
 
     @property
     def joint(self) -> bool:

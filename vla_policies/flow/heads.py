@@ -17,7 +17,6 @@ from vla_policies.checkpoint.settings import SettingError
 from vla_policies.checkpoint.weights import Entry, list_weights, load_weights
 
 HEADS = "vla_torchrl_heads.safetensors"
-_NOISE_LEVEL = "noise_level"
 _RLINF_VALUE = re.compile(r"value_head\.mlp\.(\d+)\.(weight|bias)")
 _RLINF_NOISE = re.compile(r"noise_head\.mlp_logvar\.moduleList\.(\d+)\.linear_1\.(weight|bias)")
 _RLINF_LOG_VARIANCES = ("noise_head.logvar_min", "noise_head.logvar_max")
@@ -31,7 +30,6 @@ class StoredHeads:
     path: Path
     layers: Mapping[str, Mapping[str, Entry]] = field(repr=False)  # of "value_head" and "noise_network", if any
     log_variances: tuple[Entry, ...] = field(default=(), repr=False)  # RLinf's bounds of the noise, smaller one first
-    noise_level: Entry | None = field(default=None, repr=False)  # None without our file
 
     @classmethod
     def read(cls, path: Path, weights: Mapping[str, Entry]) -> "StoredHeads":
@@ -51,7 +49,7 @@ class StoredHeads:
         bounds: tuple[Entry, ...] = ()
         if "noise_network" in rlinf.keys() - layers.keys():
             bounds = tuple(weights[key] for key in _RLINF_LOG_VARIANCES if key in weights)
-        return cls(path, {**rlinf, **layers}, bounds, own.get(_NOISE_LEVEL))
+        return cls(path, {**rlinf, **layers}, bounds)
 
     def sizes(self, head: str) -> tuple[int, ...] | None:
         """Return a head's input and output sizes, ``(1024, 512, 256, 128, 1)``; ``None`` without."""
@@ -117,12 +115,12 @@ def is_head(key: str) -> bool:
     return bool(_RLINF_VALUE.fullmatch(key) or _RLINF_NOISE.fullmatch(key)) or key in _RLINF_LOG_VARIANCES
 
 
-def save_heads(folder: Path, heads: Mapping[str, nn.Module], noise_level: Tensor, among: Iterable[Tensor] = ()) -> str:
-    """Write the heads that a policy has, and its noise level; returns the name of the file.
+def save_heads(folder: Path, heads: Mapping[str, nn.Module], among: Iterable[Tensor] = ()) -> str:
+    """Write the heads that a policy has; returns the name of the file.
 
     Of a sharded policy all processes must call it; ``among`` are its parameters, as it may have no heads.
     """
-    tensors = {_NOISE_LEVEL: noise_level}
+    tensors: dict[str, Tensor] = {}
     for name, module in heads.items():
         tensors |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
     write_safetensors(folder / HEADS, tensors, among=among)

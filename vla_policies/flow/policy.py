@@ -30,8 +30,6 @@ class FlowPolicy(VLAPolicy):
     summed_times: ClassVar[bool] = True  # see flow.steps.times
     drawn_keys = (keys.DENOISE_CHAIN, keys.DENOISE_STEP, keys.DENOISED)
 
-    noise_level: Tensor
-
     def __init__(
         self,
         config: FlowConfig,
@@ -49,8 +47,6 @@ class FlowPolicy(VLAPolicy):
         self.flow = config
         self.chunk_size, self.horizon = chunk_size, horizon
         self.model_action_dim, self.trained_dims = model_action_dim, trained_dims
-        level = config.noise_level if config.noise_anneal is None else config.noise_anneal[0]
-        self.register_buffer("noise_level", torch.tensor([level]))  # saved, because it may be annealed
         self.noise_network: nn.Module | None = None
         if config.method == "flow_noise":
             self.noise_network = flow.NoiseNetwork(hidden_size, model_action_dim, config.noise_std_range, noise_widths)
@@ -168,7 +164,7 @@ class FlowPolicy(VLAPolicy):
         """Return the mean and standard deviation of the stochastic step ``[N]`` at ``x``."""
         if self.noise_network is not None:
             return flow.euler(x, speed, schedule[step], schedule[step + 1]), self.noise_network(hidden)
-        mean, std = flow.stochastic_step(self.flow.method, x, speed, schedule, step, float(self.noise_level))
+        mean, std = flow.stochastic_step(self.flow.method, x, speed, schedule, step, self.flow.noise_level)
         return mean, std.expand_as(mean)
 
     def _trained(self, values: Tensor) -> Tensor:
@@ -234,7 +230,3 @@ class FlowPolicy(VLAPolicy):
         moment = time.view(-1, 1, 1)
         speed, _ = self.velocity(self.observe(tensordict), moment * noise + (1 - moment) * actions, time)
         return self._trained((noise - actions - speed).square()).mean(-1)
-
-    def start_iteration(self, iteration: int) -> None:
-        first, last, iterations = self.flow.noise_anneal or (self.flow.noise_level, self.flow.noise_level, 1)
-        self.noise_level.fill_(first + (last - first) * min(1.0, (iteration - 1) / iterations))

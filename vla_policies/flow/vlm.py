@@ -152,11 +152,9 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
 
     # ---- heads, freezing, several GPUs
 
-    def load_heads(self, entries: dict[str, Entry], settings: Mapping[str, Any]) -> dict[str, Entry]:
+    def load_heads(self, entries: dict[str, Entry]) -> dict[str, Entry]:
         stored, heads = self.folder.heads, self.heads()
         stored.load(heads)
-        if stored.noise_level is not None and not settings.keys() & {"noise_level", "noise_anneal"}:
-            self.noise_level.copy_(stored.noise_level.read())
         taken = stored.keys_of(heads)  # heads that are not built are written again as they were
         return {key: entry for key, entry in entries.items() if key not in taken}
 

@@ -98,7 +98,7 @@ class LeRobotPolicy(VLMFlowPolicy):
 
     def write_checkpoint(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
         files = self.folder.write(folder, weights, options)
-        return [*files, save_heads(folder, self.heads(), self.noise_level, self.parameters())]
+        return [*files, save_heads(folder, self.heads(), self.parameters())]
 
     # ---- observations
 

@@ -120,7 +120,7 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
         self.num_values = (config.num_action_chunks if config.value_per_action else 1) if config.value_head else 0
         self.value_head = ValueHead(hidden_size, self.num_values) if config.value_head else None
 
-    def load_heads(self, entries: dict[str, Entry], settings: Mapping[str, Any]) -> dict[str, Entry]:
+    def load_heads(self, entries: dict[str, Entry]) -> dict[str, Entry]:
         self.folder.load_heads(self.heads())
         self.film = find_adapted(entries)
         return {key: entry for key, entry in entries.items() if not key.startswith(VALUE_HEAD)}

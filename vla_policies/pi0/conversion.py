@@ -51,7 +51,6 @@ def convert(policy: Any, layout: str, tokenizer: Path) -> tuple[Any, list[str]]:
     if first != second:
         raise ValueError(f"{tokenizer} has another tokenizer: {text[0]!r} is {second} there, {first} in the checkpoint")
     other.value_head, other.noise_network = policy.value_head, policy.noise_network
-    other.noise_level.copy_(policy.noise_level)
     other.unused_tensors = {key: each for key, each in policy.unused_tensors.items() if key.startswith(UNUSED)}
     return other, _differences(policy, other)
 

@@ -97,7 +97,7 @@ class Pi0(VLMFlowPolicy):
     def write_checkpoint(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
         entries = {"action_horizon": self.horizon, "vision_heads": self.model.config.vision.heads}
         files = self.folder.write(folder, weights, options, {**entries, "model_type": self.family})
-        return [*files, save_heads(folder, self.heads(), self.noise_level, self.parameters())]
+        return [*files, save_heads(folder, self.heads(), self.parameters())]
 
     def value_widths(self) -> tuple[int, ...]:
         name = getattr(self.config, "config_name", None)

@@ -133,8 +133,6 @@ def test_values_are_those_of_the_file_whatever_is_chosen_before_them(tmp_path):
         "actor__optim__lr": "2e-5",  # YAML 1.1 reads a text, Hydra a number
         "env__train__total_num_envs": 32,
         "env__train__task_suite_name": "libero_goal",
-        "actor__model__openpi__noise_anneal": True,
-        "actor__model__openpi__noise_params": [0.5, 0.2, 100],
     }
     translation = translated(tmp_path, "libero_10_ppo_openpi", **changed)
     config = composed(translation)
@@ -144,7 +142,6 @@ def test_values_are_those_of_the_file_whatever_is_chosen_before_them(tmp_path):
     assert config["env"]["num_envs"] == 32
     assert config["env"]["id"] == "libero/goal"
     assert config["env"]["max_episode_steps"] == 480
-    assert config["policy"]["noise_anneal"] == [0.5, 0.2, 100]
     assert config["optim"]["max_grad_norm"] == 2.0
     assert config["loss"]["clip_epsilon"] == [0.2, 0.2]
 

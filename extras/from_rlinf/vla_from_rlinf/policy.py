@@ -122,7 +122,9 @@ def _read_flow(keys: Keys, *, critic: bool) -> None:
     keys.put("policy.train_expert_only", keys.flag, f"{_PI}train_expert_only", False)
     _read_noise(keys)
     keys.put("policy.joint_log_prob", keys.flag, f"{_PI}joint_logprob", False)
-    keys.put("policy.ignore_last", keys.flag, f"{_PI}ignore_last", False)
+    if keys.flag(f"{_PI}ignore_last", False):
+        raise keys.error(f"{_PI}ignore_last", "any step may be the stochastic one; leave it out")
+    keys.remark(SAME, [f"{_PI}ignore_last"], "False")
     if f"{_PI}action_chunk" in keys.values:
         keys.account(f"{_PI}action_chunk", "policy.num_action_chunks")
     _remark_on_unread(keys)
@@ -136,9 +138,9 @@ def _read_noise(keys: Keys) -> None:
     method = keys.settings.get("policy.method")
     if method in ("flow_sde", "flow_cps"):
         keys.put("policy.noise_level", keys.real, f"{_PI}noise_level", 0.5)
-        anneals = keys.flag(f"{_PI}noise_anneal", False)
-        keys.put("policy.noise_anneal", lambda: keys.get(f"{_PI}noise_params", [0.7, 0.3, 400]) if anneals else None)
-        keys.account(f"{_PI}noise_anneal", "policy.noise_anneal")
+        if keys.flag(f"{_PI}noise_anneal", False):
+            raise keys.error(f"{_PI}noise_anneal", "there is no annealing here; leave it out")
+        keys.remark(SAME, [f"{_PI}noise_anneal"], "False")
     elif method == "flow_noise":
         keys.put("policy.noise_std_range", keys.get, f"{_PI}noise_logvar_range", [0.08, 0.16])
 

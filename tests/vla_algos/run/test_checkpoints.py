@@ -42,9 +42,6 @@ from vla_common.tensor_files import make_room
 
 
 class SavablePolicy(ToyPolicy):
-    def start_iteration(self, iteration):
-        """Nothing is annealed."""
-
     def save_pretrained(self, folder):
         folder.mkdir()
         torch.save(self.state_dict(), folder / "weights.pt")

@@ -171,7 +171,7 @@ def test_the_ratio_of_all_steps_is_one_in_batches_of_the_rollout(method, seen):
 
 
 def test_each_sample_has_a_stochastic_step_of_its_own(seen):
-    policy = make(ignore_last=True, num_steps=4)
+    policy = make(num_steps=3)
     steps = torch.cat([act(policy, seen.clone(), ExplorationType.RANDOM)[keys.DENOISE_STEP] for _ in range(30)])
     assert set(steps.tolist()) == {0, 1, 2}
     by_batch = steps.view(30, 6)
@@ -255,17 +255,6 @@ def test_what_is_saved_acts_the_same(seen, tmp_path):
     assert torch.equal(*actions)
 
 
-def test_the_noise_level_is_annealed_between_iterations(tmp_path):
-    policy = make(noise_anneal=(0.8, 0.2, 3))
-    levels = []
-    for iteration in (1, 2, 4, 9):
-        policy.start_iteration(iteration)
-        levels.append(policy.noise_level.item())
-    assert levels == pytest.approx([0.8, 0.6, 0.2, 0.2])
-    policy.save_pretrained(tmp_path)
-    assert load_policy(tmp_path).noise_level.item() == pytest.approx(0.2)
-
-
 def test_a_greedy_value_is_the_mean_over_the_steps(seen):
     """So that the value beyond the end of a rollout is on average that of a decision whose step was drawn."""
     policy = make(num_steps=3)
@@ -280,15 +269,9 @@ def test_a_greedy_value_is_the_mean_over_the_steps(seen):
         ({"method": "flow_grpo"}, "must be 'flow_sde', 'flow_noise', 'flow_cps' or 'flow_ode'"),
         ({"num_steps": 0}, "num_steps=0"),
         ({"method": "flow_cps", "noise_level": 1.5}, "at most 1"),
-        ({"noise_anneal": (0.5, 0.1)}, "entry 2 is missing"),
         ({"noise_std_range": 0.1}, "must be a list"),
-        ({"num_steps": 1, "ignore_last": True}, "at least 2"),
         ({"num_steps": 1, "method": "flow_cps"}, "at least 2"),
         ({"noise_level": 0.0}, "no log-probability"),
-        ({"noise_anneal": (0.5, 0.0, 10)}, "no log-probability"),
-        ({"noise_anneal": (0.5, 0.1, 0)}, "noise_anneal=.*entry 2: must be greater"),
-        ({"noise_anneal": (0.1, 0.5, 10)}, r"the noise level falls; write \[0.5, 0.1, 10\]"),
-        ({"ignore_last": True, "joint_log_prob": True}, "ignore_last=True: is for one stochastic step"),
         ({"method": "flow_noise", "noise_std_range": (0.0, 0.1)}, "must be greater than 0"),
         ({"noise_std_range": (0.2, 0.1)}, r"smallest first; write \[0.1, 0.2\]"),
     ],

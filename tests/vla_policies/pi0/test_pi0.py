@@ -189,12 +189,10 @@ def test_what_is_saved_has_the_published_layout_and_acts_the_same(make, folder, 
         Pi0.from_pretrained(tmp_path, config_name="pi0_libero")
 
 
-def test_an_annealed_noise_level_is_kept_unless_another_is_asked_for(make, tmp_path):
-    policy = make(noise_anneal=(0.8, 0.2, 2))
-    policy.start_iteration(2)
-    policy.save_pretrained(tmp_path)
-    assert load_policy(tmp_path).noise_level.item() == pytest.approx(0.5)
-    assert load_policy(tmp_path, noise_anneal=(0.4, 0.1, 5)).noise_level.item() == pytest.approx(0.4)
+def test_a_noise_level_is_kept_unless_another_is_asked_for(make, tmp_path):
+    make(noise_level=0.8).save_pretrained(tmp_path)
+    assert load_policy(tmp_path).flow.noise_level == 0.8
+    assert load_policy(tmp_path, noise_level=0.4).flow.noise_level == 0.4
 
 
 def test_bfloat16_and_lora(make, seen, tmp_path):

@@ -192,7 +192,7 @@ def test_the_ratio_is_one_and_a_kept_prefix_changes_nothing(make, seen, method, 
 def test_log_probabilities_by_hand(make, seen):
     """Flow-SDE, written out: dx = v dt plus its correction, and noise of a sqrt(t / (1 - t)) sqrt(width)."""
     level, count = 0.4, 4
-    policy = make(noise_level=level, num_steps=count, ignore_last=True)
+    policy = make(noise_level=level, num_steps=count)
     stored = act(policy, seen, RANDOM)
     schedule, chain, step = times(count, summed=False), stored[keys.DENOISE_CHAIN], stored[keys.DENOISE_STEP]
     speed, _ = policy.velocity(policy.observe(stored), chain[:, 0], schedule[step])
