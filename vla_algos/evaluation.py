@@ -54,7 +54,7 @@ class EvaluationResult:
 
     Attributes:
         episodes: one result per episode, in their order.
-        videos: frames uint8 ``[decisions + 1, H, W, 3]`` of the recorded episodes by index among the episodes.
+        videos: frames uint8 ``[decisions + 1, H, W, 3]`` of the recorded episodes, by the index of their result.
         broken: why it ended before all episodes had run; empty if it did not.
         captions: of each frame of ``videos``: the instruction, the return so far, and whether it is solved.
         chain_length: tasks that an episode asked for one after the other.
@@ -69,20 +69,6 @@ class EvaluationResult:
     chain_length: int = 1
     mean_of: tuple[str, ...] = ()
     protocol_deviations: tuple[str, ...] = ()
-
-    @classmethod
-    def interleaved(cls, parts: "Sequence[EvaluationResult]") -> "EvaluationResult":
-        """Join the results of an evaluation of which part ``p`` of ``P`` has every ``P``-th episode from ``p`` on."""
-        length = sum(len(part.episodes) for part in parts)
-        episodes = [parts[index % len(parts)].episodes[index // len(parts)] for index in range(length)]
-
-        def joined(name: str) -> dict[int, Any]:
-            each = ((n, index, value) for n, part in enumerate(parts) for index, value in getattr(part, name).items())
-            return dict(sorted((index * len(parts) + n, value) for n, index, value in each))
-
-        videos, captions = joined("videos"), joined("captions")
-        broken = next((part.broken for part in parts if part.broken), "")
-        return cls(episodes, videos, broken, captions, parts[0].chain_length, parts[0].mean_of)
 
     @classmethod
     def load(cls, path: str | Path, *, chain_length: int = 1, mean_of: Sequence[str] = ()) -> "EvaluationResult":
@@ -308,6 +294,7 @@ def evaluate(
     policy: Policy,
     episodes: Iterable[Episode],
     *,
+    indices: Sequence[int] | None = None,
     greedy: bool = True,
     observe: Observe | None = None,
     on_episode: Callable[[EpisodeResult], None] | None = None,
@@ -324,9 +311,11 @@ def evaluate(
             (:meth:`~vla_policies.policy.VLAPolicy.check_environment`); behind transforms that is not checked. A
             warning says if the folder that it was loaded from tells of training in another environment.
         episodes: what to run, see :func:`~vla_envs.episodes.evaluation_episodes`.
+        indices: of ``episodes`` among all those of an evaluation that is shared, in results and for ``observe``.
         greedy: take the policy's greedy action; sample if False.
         observe: changes what the policy sees, see :mod:`vla_algos.ablations`: gets and returns the policy's inputs, of
-            which ``episode_index`` is the place among ``episodes`` (-1: none) and ``decision_index`` counts from 0.
+            which ``episode_index`` is the place among ``episodes``, or one of ``indices`` (-1: none), and
+            ``decision_index`` counts from 0.
         on_episode: called with each result, in the order of finishing.
         record: keep the frames of the first so many episodes.
         keep_actions: keep in each result what was executed, but of chunks that are one motion.
@@ -350,25 +339,31 @@ def evaluate(
         policy.check_environment(spec)
     _warn_of_other_training(policy, spec)
     wanted = list(episodes)
+    places = range(len(wanted)) if indices is None else indices
+    recorded = set(places[:record])
     shots: dict[int, list[tuple[np.ndarray, str]]] = {}
     results: dict[int, EpisodeResult] = {}
 
-    def record_decision(outcome: TensorDictBase) -> None:
-        deciding = {slot: e.queue_index for slot, e in enumerate(collector.deciding) if e is not None}
-        film(shots, outcome, {slot: index for slot, index in deciding.items() if index < record}, restart=True)
+    def deciding() -> tuple[list[int], list[int]]:
+        return [-1 if each is None else places[each.queue_index] for each in collector.deciding], collector.decided
 
-    def note(index: int, decisions: TensorDictBase) -> None:
-        result = _result(spec, wanted[index], index, decisions[keys.NEXT][-1], collector)
+    def record_decision(outcome: TensorDictBase) -> None:
+        rows = {slot: index for slot, index in enumerate(deciding()[0]) if index in recorded}
+        film(shots, outcome, rows, restart=True)
+
+    def note(place: int, decisions: TensorDictBase) -> None:
+        result = _result(spec, wanted[place], place, decisions[keys.NEXT][-1], collector)
         keeps = keep_actions and not result.crashed and spec.control_frequency is not None
-        results[index] = replace(result, actions=executed(decisions)) if keeps else result
+        result = replace(result, index=places[place], actions=executed(decisions) if keeps else None)
+        results[result.index] = result
         if on_episode is not None:
-            on_episode(results[index])
+            on_episode(result)
 
     actor = as_module(policy, env)
     asks_where = keys.DECISION_INDEX in actor.in_keys
     collector = EpisodeCollector(
         env,
-        _Observing(actor, observe or (lambda seen: seen), lambda: collector) if observe or asks_where else actor,
+        _Observing(actor, observe or (lambda seen: seen), deciding) if observe or asks_where else actor,
         wanted,
         exploration=ExplorationType.DETERMINISTIC if greedy else ExplorationType.RANDOM,
         for_learning=False,
@@ -385,8 +380,8 @@ def evaluate(
     finally:
         for module in training:
             module.training = True
-    ordered = [results[index] for index in range(len(wanted))]
-    filmed = {index: tuple(zip(*shots[index], strict=True)) for index in sorted(shots) if not ordered[index].crashed}
+    ordered = [results[index] for index in places]
+    filmed = {index: tuple(zip(*shots[index], strict=True)) for index in sorted(shots) if not results[index].crashed}
     videos = {index: np.stack(frames) for index, (frames, _) in filmed.items()}
     captions = {index: [*said] for index, (_, said) in filmed.items()}
     deviations = spec.protocol_deviations
@@ -417,7 +412,7 @@ def _seen(deviations: Any) -> list[str]:
 
 
 def _result(
-    spec: SimulatorSpec, episode: Episode, index: int, outcome: TensorDictBase, collector: EpisodeCollector
+    spec: SimulatorSpec, episode: Episode, place: int, outcome: TensorDictBase, collector: EpisodeCollector
 ) -> EpisodeResult:
     task, crashed = spec.tasks[episode.task_id], bool(outcome[keys.CRASHED])
     return EpisodeResult(
@@ -428,12 +423,11 @@ def _result(
         float(outcome[keys.EPISODE_RETURN]),
         int(outcome[keys.EPISODE_LEN]),
         crashed,
-        attempts=collector.attempts[index],
+        attempts=collector.attempts[place],
         group=task.group,
-        index=index,
-        error=reason(collector.errors.get(index, "")) if crashed else "",
+        error=reason(collector.errors.get(place, "")) if crashed else "",
         subtasks=int(outcome[keys.SUBTASKS]) if spec.chain_length > 1 else None,
-        remark=collector.remarks.get(index, ""),
+        remark=collector.remarks.get(place, ""),
     )
 
 
@@ -446,16 +440,16 @@ def executed(decisions: TensorDictBase) -> list[list[float]]:
 class _Observing(TensorDictModuleBase):
     """A policy that sees something else than there is."""
 
-    def __init__(self, policy: TensorDictModuleBase, observe: Observe, collector: Callable[[], EpisodeCollector]):
+    def __init__(
+        self, policy: TensorDictModuleBase, observe: Observe, deciding: Callable[[], tuple[list[int], list[int]]]
+    ):
         super().__init__()
-        self.policy, self.observe, self.collector = policy, observe, collector
+        self.policy, self.observe, self.deciding = policy, observe, deciding
         self.in_keys, self.out_keys, self.loss_keys = policy.in_keys, [keys.ACTION], ()
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        collector, inputs = self.collector(), tensordict.select(*self.in_keys, strict=False)
-        deciding = [-1 if episode is None else episode.queue_index for episode in collector.deciding]
-        inputs[keys.EPISODE_INDEX] = torch.tensor(deciding)
-        inputs[keys.DECISION_INDEX] = torch.tensor(collector.decided)
+        inputs = tensordict.select(*self.in_keys, strict=False)
+        inputs[keys.EPISODE_INDEX], inputs[keys.DECISION_INDEX] = map(torch.tensor, self.deciding())
         where = {keys.EPISODE_INDEX, keys.DECISION_INDEX}.difference(self.in_keys)
         decision = self.policy(self.observe(inputs).exclude(*where))
         return tensordict.set(keys.ACTION, decision[keys.ACTION])

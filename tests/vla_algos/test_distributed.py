@@ -23,11 +23,9 @@ from toy import ToyActorCritic
 from vla_algos import distributed
 from vla_algos.advantages import gae
 from vla_algos.distributed import assign_rows
-from vla_algos.evaluation import EpisodeResult, EvaluationResult
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
 from vla_common.keys import ACTION_LOG_PROB, ACTION_TOKENS, ADVANTAGE, NEXT, STATE_VALUE, STATES, VALUE_TARGET
-from vla_envs.simulator import Episode
 from vla_policies.sharding import ShardGroup, gathered, reshard, shard
 
 pytestmark = pytest.mark.timeout(600)
@@ -341,14 +339,3 @@ def test_each_process_has_a_gpu(gpus, chosen, monkeypatch):
     assert seen == chosen
     with pytest.raises(ValueError, match="process 9 of this machine has no GPU, there are 8: start as many processes"):
         distributed._choose_gpu(9, 8)
-
-
-def test_results_of_an_evaluation_are_put_together():
-    grid = [EpisodeResult(Episode(0, trial, 1), "reach", bool(trial % 2), False, 0.0, trial) for trial in range(5)]
-    videos = {place: torch.full((1,), place).numpy() for place in range(5)}
-    parts = [
-        EvaluationResult(grid[rank::2], {place // 2: videos[place] for place in range(rank, 3, 2)}) for rank in (0, 1)
-    ]
-    whole = EvaluationResult.interleaved(parts)
-    assert whole.episodes == grid
-    assert whole.videos == {place: videos[place] for place in range(3)}

@@ -216,7 +216,6 @@ def test_mean_of_groups_of_unequal_size():
     assert whole.metrics()["eval/mean/success_once"] == 0.625
     assert whole.intervals()["eval/mean/interval"] == (once.low, once.high)
     assert "mean of Vision, Execution: success 62.5%, at end 25.0%; 95 % interval of success" in whole.table()
-    assert EvaluationResult.interleaved([whole, whole]).mean_of == whole.mean_of
 
 
 def test_the_mean_of_groups_needs_a_result_in_each():

@@ -1,5 +1,6 @@
 """How much of a chain of tasks is solved: from the simulator to environments, Gymnasium, evaluation and logs."""
 
+import contextlib
 import json
 import math
 from dataclasses import replace
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from chained import KILL, chained_spec
+from forked import together
 from gym_vector import assert_same
 from gymnasium.vector import AutoresetMode
 from scipy import stats
@@ -266,14 +268,18 @@ def test_an_evaluation_that_was_broken_off_gives_the_same_numbers(make, tmp_path
     assert path.read_text() == (tmp_path / "whole.jsonl").read_text()
 
 
-def test_parts_of_several_processes_become_one(make):
+def shared(folder):
+    env = make_env(chained_spec(FIRST, SECOND), 2, 2, num_workers=1)
+    with contextlib.closing(env):
+        return Evaluator(videos=0).run("", env, Still(2), folder / "episodes.jsonl")
+
+
+def test_parts_of_several_processes_become_one(make, tmp_path):
     env = make()
-    episodes = evaluation_episodes(env.simulator_spec)
-    whole = evaluate(env, Still(2), episodes)
-    parts = [evaluate(env, Still(2), episodes[rank::2]) for rank in range(2)]
-    joined = EvaluationResult.interleaved(parts)
-    assert joined.metrics() == whole.metrics()
-    assert joined.intervals() == whole.intervals()
+    whole = evaluate(env, Still(2), evaluation_episodes(env.simulator_spec))
+    for joined in together(shared, tmp_path, tmp_path):
+        assert joined.metrics() == whole.metrics()
+        assert joined.intervals() == whole.intervals()
 
 
 # ---- intervals

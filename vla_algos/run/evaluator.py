@@ -7,20 +7,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 from annotated_types import Gt, Le
-from tensordict import TensorDictBase
 from tensordict.nn import TensorDictModuleBase
 from tqdm import tqdm
 
 from vla_algos import distributed
-from vla_algos.ablations import Observe
 from vla_algos.evaluation import EvaluationResult, evaluate
 from vla_algos.files import write_atomically
 from vla_algos.results import IN_TRAINING, EpisodeResult, as_lines, finished_episodes, part_of, parts_of
 from vla_algos.run.logging import progress_bar
 from vla_common.errors import unknown_name
-from vla_common.keys import EPISODE_INDEX
 from vla_common.settings import Count, Seed, Whole
 from vla_envs import Episode, SimulatorSpec, VLAEnv, evaluation_episodes
 from vla_envs.workers.pool import SimulatorCrash
@@ -83,7 +79,6 @@ class Evaluator:
         resume: bool = False,
         record: Whole = 0,
         again: Container[int] = (),
-        observe: Observe | None = None,
         **options: Any,
     ) -> EvaluationResult:
         """Evaluate this process's share of the episodes, and join the shares of all processes.
@@ -98,8 +93,7 @@ class Evaluator:
             resume: skip the episodes whose results are there; those to be filmed run again.
             record: keep the frames of the first so many episodes of this process.
             again: indices of episodes that run again if ``resume`` would skip them.
-            observe: of :func:`~vla_algos.evaluation.evaluate`; indices are those among the episodes of all processes.
-            **options: of :func:`~vla_algos.evaluation.evaluate`.
+            **options: of :func:`~vla_algos.evaluation.evaluate`; indices are those among the episodes of all processes.
         """
         spec = env.simulator_spec
         episodes = self.episodes(spec)
@@ -108,14 +102,12 @@ class Evaluator:
         results = {index: known[index] for index in own[record:] if index in known and index not in again}
         left = [index for index in own if index not in results]
         share, broken = EvaluationResult([]), ""
-        options["observe"] = observe and _of_all_processes(observe, left)
         with (
             progress_bar(title, len(own), "episode", initial=len(results)) as bar,
             _open_log(path, keep=resume) as write,
         ):
 
             def note(result: EpisodeResult) -> None:
-                result = replace(result, index=left[result.index])
                 results[result.index] = result
                 write(result)
                 bar.update()
@@ -125,20 +117,27 @@ class Evaluator:
             try:
                 if left:
                     queue = [episodes[index] for index in left]
-                    share = evaluate(env, policy, queue, on_episode=note, record=record, **options)
+                    share = evaluate(env, policy, queue, indices=left, on_episode=note, record=record, **options)
             except SimulatorCrash as error:
                 broken = " ".join(str(error).split())  # what it quotes has several lines
             except BaseException:
                 if resume:
                     tqdm.write(f"{len(results)} of {len(own)} episodes are in {path}")
                 raise
-        for index in set(own) - results.keys():  # never tried
+        shares = distributed.all_gather_object(replace(share, episodes=[*results.values()], broken=broken))
+        results = {result.index: result for each in shares for result in each.episodes}
+        for index in set(range(len(episodes))) - results.keys():  # never tried
             task = spec.tasks[episodes[index].task_id]
             nothing = EpisodeResult(episodes[index], task.name, False, False, 0.0, 0, True, 0, task.group, index)
             results[index] = nothing
-        ordered, mean_of = [results[index] for index in own], tuple(self.mean_of)
-        share = EvaluationResult(ordered, share.videos, broken, share.captions, spec.chain_length, mean_of)
-        whole = EvaluationResult.interleaved(distributed.all_gather_object(share))
+        whole = EvaluationResult(
+            [results[index] for index in range(len(episodes))],
+            dict(sorted(film for each in shares for film in each.videos.items())),
+            next((each.broken for each in shares if each.broken), ""),
+            dict(sorted(said for each in shares for said in each.captions.items())),
+            spec.chain_length,
+            tuple(self.mean_of),
+        )
         if distributed.is_main():
             write_atomically(path, as_lines(whole.episodes))
             for part in parts_of(path):
@@ -201,14 +200,3 @@ def _open_log(path: Path, *, keep: bool) -> Iterator[Callable[[EpisodeResult], N
         finally:
             file.flush()
             os.fsync(file.fileno())
-
-
-def _of_all_processes(observe: Observe, indices: Sequence[int]) -> Observe:
-    """Let ``observe`` know episodes by their place among those of all processes, of which ``indices`` run here."""
-    places = torch.tensor([*indices, -1])  # the last one is that of an idle slot
-
-    def translated(td: TensorDictBase) -> TensorDictBase:
-        td[EPISODE_INDEX] = places[td[EPISODE_INDEX].cpu()]
-        return observe(td)
-
-    return translated

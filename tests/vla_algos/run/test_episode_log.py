@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from forked import together
 from toy import ToyEnv, ToyPolicy
 
 from vla_algos.run.ablated import check_weights
@@ -100,6 +101,31 @@ def test_the_files_of_several_processes_become_one(policy, whole, tmp_path):
     assert result.episodes == whole.episodes
     assert env.begun == []
     assert [entry.name for entry in tmp_path.glob("episodes*")] == ["episodes.jsonl"]
+
+
+def shared(folder):
+    """An evaluation by all processes, and the episodes that the policy of this one was asked for."""
+    torch.manual_seed(0)
+    evaluator, asked = Evaluator(trials=6, seed=1, videos=3, mean_of=("",)), set()
+
+    def observe(td):
+        asked.update(td["episode_index"].tolist())
+        return td
+
+    path, record = folder / "shared.jsonl", evaluator.local_videos
+    return evaluator.run("", Counting(3), ToyPolicy(), path, record=record, observe=observe), asked - {-1}
+
+
+def test_several_processes_share_an_evaluation(whole, tmp_path):
+    alone, _ = shared(tmp_path)
+    found = together(shared, tmp_path, tmp_path)
+    assert [asked for _, asked in found] == [{*range(0, 12, 2)}, {*range(1, 12, 2)}]
+    for result, _ in found:
+        assert result.episodes == alone.episodes == whole.episodes
+        assert list(result.videos) == list(result.captions) == [0, 1, 2]
+        assert all((result.videos[index] == alone.videos[index]).all() for index in range(3))
+        assert result.captions == alone.captions
+        assert result.mean_of == ("",)
 
 
 def test_other_weights_are_refused(policy, tmp_path):
