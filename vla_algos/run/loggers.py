@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 from unittest import mock
 
 import huggingface_hub
-import imageio
+import imageio.v3 as iio
 from pydantic import StringConstraints
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.utils.tensorboard import SummaryWriter
@@ -245,14 +245,10 @@ def open_loggers(chosen: Mapping[str, Mapping[str, Any]], folder: Path, after: i
 
 def as_gif(path: Path) -> bytes:
     """Read a video and return it as an animated GIF; of a large one every second or third pixel is taken."""
-    reader = imageio.get_reader(path)
-    about = reader.get_meta_data()
+    about = iio.immeta(path)
     every = -(-max(about["size"]) // _GIF_SIDE)
-    gif = io.BytesIO()
-    frames = [frame[::every, ::every] for frame in reader.iter_data()]
-    imageio.mimwrite(gif, frames, format="GIF", duration=1000 / about["fps"], loop=0)
-    reader.close()
-    return gif.getvalue()
+    frames = iio.imread(path)[:, ::every, ::every]
+    return iio.imwrite("<bytes>", frames, extension=".gif", duration=1000 / about["fps"], loop=0)
 
 
 def _check_service(name: str, settings: Mapping[str, Any]) -> None:
