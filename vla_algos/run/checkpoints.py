@@ -25,6 +25,7 @@ from vla_algos import distributed
 from vla_algos.files import flush, link_atomically, remove
 from vla_algos.run.plain_state import NotPlainError, from_json, to_json
 from vla_common.checksums import SUMS, ChecksumError, digest, verify_checksums, write_lines
+from vla_common.tensor_files import not_finite
 from vla_policies.checkpoint.parts import own_part, write_safetensors
 
 _FORMAT = "vla-torchrl training state 8"
@@ -57,19 +58,14 @@ class Snapshot:
     own: str  # JSON of what this process has of its own
     tensors: dict[str, Tensor]  # of both, on the CPU; of a sharded one the part of this process
     offsets: dict[str, list[int]]  # where such a part begins in the whole
+    not_finite: list[str]  # names of what is the same in all, which has NaN or infinities here
 
     @classmethod
-    def take(
-        cls,
-        replicated: Mapping[str, Any],
-        own: Mapping[str, Any],
-        check: Callable[[dict[str, Tensor]], object] = lambda _: None,
-    ) -> "Snapshot":
+    def take(cls, replicated: Mapping[str, Any], own: Mapping[str, Any]) -> "Snapshot":
         """Copy a state: nested dicts, lists and tuples of tensors, numbers and text.
 
         ``replicated`` is the same in all processes, with tensors of which each may have a part (DTensors); ``own`` is
-        of this process. ``check`` is called with the tensors of ``replicated``, where they lie, before they are copied.
-        CheckpointError: there is something else in the state, which could not be loaded again.
+        of this process. CheckpointError: there is something else in the state, which could not be loaded again.
         """
         rank, processes = distributed.rank(), distributed.world_size()
         try:
@@ -79,12 +75,11 @@ class Snapshot:
             raise CheckpointError(str(error)) from error
         parts = {name: tensor.detach() for name, tensor in shared.items()}
         parts = {name: part.to_local() if isinstance(part, DTensor) else part for name, part in parts.items()}
-        check(parts)
         here = [name for name, tensor in shared.items() if _writes(tensor, rank)]
         offsets = {name: [each.start for each in own_part(shared[name])] for name in here}
         copies = {name: parts[name].to("cpu", copy=True) for name in here}
         copies |= {f"{_of(rank)}.{name}": tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
-        return cls(rank, processes, replicated_text, own_text, copies, offsets)
+        return cls(rank, processes, replicated_text, own_text, copies, offsets, not_finite(parts))
 
 
 def _writes(tensor: Tensor, rank: int) -> bool:
@@ -177,7 +172,9 @@ def _write_part(folder: Path, snapshot: Snapshot) -> dict[str, str]:
         flat = {key: tensor if tensor.ndim else tensor.reshape(1) for key, tensor in snapshot.tensors.items()}
         write_safetensors(file, flat, metadata, sums.update)
         written[f"{_TENSORS}/{name}.safetensors"] = sums.hexdigest()
-    _flush_and_compare(folder, written)
+    for name in written:
+        flush(folder / name)
+    _compare(folder, written)
     return written
 
 
@@ -188,13 +185,10 @@ def _complete(root: Path, step: int, snapshot: Snapshot, written: dict[str, str]
     text = f'{json.dumps(content)[:-1]}, "state": {snapshot.replicated}}}'
     common = {_FILE: _write_text(temporary / _FILE, text)}
     write_lines(temporary, common | written)
-    for path in [*(temporary / _POLICY).rglob("*"), temporary / SUMS, temporary / _TENSORS]:
+    for path in [*temporary.rglob("*"), temporary]:
         flush(path)
-    _flush_and_compare(temporary, common)
+    _compare(temporary, common)
     verify_checksums(temporary / _POLICY)
-    for folder in (temporary / _POLICY, temporary):
-        if folder.is_dir():
-            flush(folder)
     if final.exists():  # a run that was resumed from an older checkpoint comes by here again
         final.rename(root / f"{_UNFINISHED}old_{final.name}")
     temporary.rename(final)
@@ -202,9 +196,8 @@ def _complete(root: Path, step: int, snapshot: Snapshot, written: dict[str, str]
         (root / _LATEST).rename(root / f"{_UNFINISHED}old_{_LATEST}")
     link_atomically(root / _LATEST, final.name)
     flush(root)
-    older = checkpoints(root)
-    older = older[: older.index(final) + 1]
-    for old in older[:-_KEEP]:
+    there = checkpoints(root)
+    for old in there[: there.index(final) + 1][:-_KEEP]:
         old.rename(root / f"{_UNFINISHED}old_{old.name}")  # half of one must not pass for a checkpoint
     remove_unfinished(root)
 
@@ -216,9 +209,7 @@ def _write_text(file: Path, text: str) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def _flush_and_compare(folder: Path, digests: Mapping[str, str]) -> None:
-    for name in digests:
-        flush(folder / name)
+def _compare(folder: Path, digests: Mapping[str, str]) -> None:
     if changed := [name for name, expected in digests.items() if digest(folder / name) != expected]:
         raise ChecksumError(f"{folder} has another {', '.join(changed)} than was written")
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 from safetensors import SafetensorError
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from tqdm import tqdm
@@ -20,7 +20,7 @@ from vla_algos.optim import empty_state
 from vla_algos.run import checkpoints
 from vla_algos.run.checkpoints import BrokenCheckpoint, CheckpointError, SavedState, Snapshot
 from vla_algos.run.seeds import random_state, set_random_state
-from vla_common.tensor_files import make_room, not_finite
+from vla_common.tensor_files import make_room
 from vla_policies.sharding import trained_tensors
 
 T = TypeVar("T")
@@ -144,7 +144,8 @@ class Saver:
         own = {name: part.state_dict() for name, part in _own(parts).items()}
         weights = trained_tensors(parts["policy"]) if states else {}  # the processes that learn write them
         replicated = {"progress": dict(progress), "weights": weights, "parts": states}
-        snapshot = Snapshot.take(replicated, own, lambda parts: self._check_finite(parts, iteration))
+        snapshot = Snapshot.take(replicated, own)
+        self._check_finite(snapshot, iteration)
         self._begin(iteration, publish)
         if distributed.world_size() > 1 and self._group is None:  # collectives of their own, beside those of training
             self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
@@ -185,9 +186,9 @@ class Saver:
         if (problem := next(filter(None, distributed.all_gather_object(problem)), None)) is not None:
             raise OSError(f"{self.root / f'step_{iteration:08d}'} could not be written: {problem}") from error
 
-    def _check_finite(self, parts: dict[str, Tensor], iteration: int) -> None:
+    def _check_finite(self, snapshot: Snapshot, iteration: int) -> None:
         """Refuse to save a run that has diverged over one that has not."""
-        everywhere = distributed.all_gather_object(not_finite(parts))
+        everywhere = distributed.all_gather_object(snapshot.not_finite)
         if found := list(dict.fromkeys(name for names in everywhere for name in names)):
             good = next(iter(checkpoints.by_preference(self.root)), None)
             raise CheckpointError(
