@@ -124,7 +124,7 @@ class AblatedEvaluation:
 
     def _evaluate(self, name: str, env: VLAEnv, **options: Any) -> EvaluationResult:
         run, evaluator = self.run, self._evaluator
-        how = {"resume": True, "record": evaluator.local_videos, "greedy": run.config.greedy, **run.config.pipeline}
+        how = {"resume": True, "record": True, "greedy": run.config.greedy, **run.config.pipeline}
         path = run.folder / (ablated_file(name) if name else NAME)
         result = evaluator.run(name or "evaluation", env, path=path, keep_actions=not name, **how, **options)
         save_videos(run.folder / "videos" / name, result, frames_per_second(self.spec, env.chunk_size))

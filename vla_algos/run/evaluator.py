@@ -64,11 +64,6 @@ class Evaluator:
                 raise unknown_name("group in eval.mean_of", name, groups)
         return evaluation_episodes(spec, self.trials, self.seed, self.repeats)
 
-    @property
-    def local_videos(self) -> int:
-        """How many of the recorded episodes this process runs."""
-        return len(range(distributed.rank(), self.videos, distributed.world_size()))
-
     def run(
         self,
         title: str,
@@ -77,7 +72,7 @@ class Evaluator:
         path: Path,
         *,
         resume: bool = False,
-        record: Whole = 0,
+        record: bool = False,
         again: Container[int] = (),
         **options: Any,
     ) -> EvaluationResult:
@@ -91,15 +86,16 @@ class Evaluator:
             policy: writes ``action``.
             path: gets a line for each result as it comes; other processes write ``..._rank1.jsonl`` until all are done.
             resume: skip the episodes whose results are there; those to be filmed run again.
-            record: keep the frames of the first so many episodes of this process.
+            record: keep the frames of the first :attr:`videos` episodes.
             again: indices of episodes that run again if ``resume`` would skip them.
             **options: of :func:`~vla_algos.evaluation.evaluate`; indices are those among the episodes of all processes.
         """
         spec = env.simulator_spec
         episodes = self.episodes(spec)
         own = range(distributed.rank(), len(episodes), distributed.world_size())
+        filmed = sum(index < self.videos for index in own) if record else 0
         known = finished_episodes(path, episodes, spec.chain_length) if resume else {}
-        results = {index: known[index] for index in own[record:] if index in known and index not in again}
+        results = {index: known[index] for index in own[filmed:] if index in known and index not in again}
         left = [index for index in own if index not in results]
         share, broken = EvaluationResult([]), ""
         with (
@@ -117,7 +113,7 @@ class Evaluator:
             try:
                 if left:
                     queue = [episodes[index] for index in left]
-                    share = evaluate(env, policy, queue, indices=left, on_episode=note, record=record, **options)
+                    share = evaluate(env, policy, queue, indices=left, on_episode=note, record=filmed, **options)
             except SimulatorCrash as error:
                 broken = " ".join(str(error).split())  # what it quotes has several lines
             except BaseException:
@@ -151,7 +147,7 @@ class Evaluator:
 
         They are written to ``folder`` under that prefix; ``options`` are of :func:`~vla_algos.evaluation.evaluate`.
         """
-        results = {"eval": self.run(title, env, policy, folder / IN_TRAINING, record=self.local_videos, **options)}
+        results = {"eval": self.run(title, env, policy, folder / IN_TRAINING, record=True, **options)}
         if self.sampled:
             path = folder / "eval_sampled.jsonl"
             with at_temperature(policy, self.temperature):
@@ -198,5 +194,4 @@ def _open_log(path: Path, *, keep: bool) -> Iterator[Callable[[EpisodeResult], N
         try:
             yield write
         finally:
-            file.flush()
             os.fsync(file.fileno())

@@ -1,6 +1,7 @@
 """Results of an evaluation are on disk as they come, and one that was broken off goes on there."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -64,7 +65,8 @@ def test_a_line_for_each_episode_has_what_the_result_has(policy, whole, tmp_path
 @pytest.mark.parametrize("broken_at", [0, 3, 7])
 def test_a_broken_evaluation_has_what_finished_and_goes_on(policy, whole, tmp_path, broken_at, record):
     path = tmp_path / "episodes.jsonl"
-    first = EVALUATOR.run("", Counting(3, broken_at), policy, path, resume=True, record=record)
+    evaluator = replace(EVALUATOR, videos=record)
+    first = evaluator.run("", Counting(3, broken_at), policy, path, resume=True, record=True)
     assert first.broken == "it died and died again"
     assert f"{12 - len(first.finished)} of 12 episodes have no result; it died" in first.failure
     assert "not run" in first.table()
@@ -74,7 +76,7 @@ def test_a_broken_evaluation_has_what_finished_and_goes_on(policy, whole, tmp_pa
     with open(path, "a") as file:
         file.write('{"index": 11, "torn')
     env = Counting(4)
-    second = EVALUATOR.run("", env, policy, path, resume=True, record=record)
+    second = evaluator.run("", env, policy, path, resume=True, record=True)
     assert second.episodes == whole.episodes
     assert sorted(second.videos) == list(range(record))
     done = {(result.episode.task_id, result.episode.trial_id) for result in first.finished if result.index >= record}
@@ -112,8 +114,8 @@ def shared(folder):
         asked.update(td["episode_index"].tolist())
         return td
 
-    path, record = folder / "shared.jsonl", evaluator.local_videos
-    return evaluator.run("", Counting(3), ToyPolicy(), path, record=record, observe=observe), asked - {-1}
+    path = folder / "shared.jsonl"
+    return evaluator.run("", Counting(3), ToyPolicy(), path, record=True, observe=observe), asked - {-1}
 
 
 def test_several_processes_share_an_evaluation(whole, tmp_path):
