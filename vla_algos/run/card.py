@@ -12,7 +12,6 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-from vla_algos import results
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.files import write_atomically
 from vla_algos.run.folder import policy_folder, settings_of
@@ -143,8 +142,7 @@ class _Evaluation:
     def _result(self) -> EvaluationResult:
         lengths = (re.fullmatch(r"eval/success_len_(\d+)", name) for name in self._metrics)
         chain = max((int(length[1]) for length in lengths if length), default=1)
-        episodes = results.read_episodes(self._folder / results.NAME)
-        return EvaluationResult(episodes, chain_length=chain, mean_of=tuple(self._eval.get("mean_of") or ()))
+        return EvaluationResult.load(self._folder, chain_length=chain, mean_of=self._eval.get("mean_of") or ())
 
     def _typed(self, origin: Mapping[str, Any]) -> Iterator[str]:
         """List what is typed to evaluate so again: all that is otherwise than in the policy's training."""

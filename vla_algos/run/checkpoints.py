@@ -132,10 +132,9 @@ def save_checkpoint(root: Path, step: int, snapshot: Snapshot, group: dist.Proce
             problem = error and str(error)
         if problem is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-    problems = _gathered(problem, group)
+    problem = _gathered(problem, group)[0]  # rank 0 has heard of all
     if error is not None and not isinstance(error, _WRITING):
         raise error
-    problem = next((text for text in problems if text is not None), None)
     if problem is not None:
         raise OSError(f"{final} could not be written: {problem}") from error
     return final

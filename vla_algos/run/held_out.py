@@ -45,8 +45,9 @@ class HeldOut:
         self.evaluator = Evaluator(**config.eval)
         self._pipeline: Mapping[str, Any] = getattr(config, "pipeline", {})
         self._other: Mapping[str, Any] | None = None  # settings of another suite, as this process starts it
+        env = {**evaluated_env(config.env, config.eval), "group_size": 1}
+        self._otherwise = differences(config.env, env)  # than training: {setting: (then, now)}
         if config.eval.get("env"):
-            env = {**evaluated_env(config.env, config.eval), "group_size": 1}
             self.spec = make_env_spec(env, "eval.env")
             self._other = own_share(env, self.spec, self._pipeline, "eval.env", processes)
         self.evaluator.episodes(self.spec)  # there are so many
@@ -118,14 +119,11 @@ class HeldOut:
         if self._other is None:
             return describe_spec(self.spec)
         lines = [f"trained on {describe_spec(self._trained_on)}", f"evaluated on {describe_spec(self.spec)}"]
-        others = {name: each for name, each in self._otherwise().items() if name != "id"}
+        others = {name: each for name, each in self._otherwise.items() if name != "id"}
         if others:
             shown = "; ".join(f"{name}={now}, not {then}" for name, (then, now) in others.items())
             lines.append(f"  otherwise than training: {shown}")
         return "\n".join(lines)
-
-    def _otherwise(self) -> dict[str, tuple[Any, Any]]:
-        return differences(self.run.config.env, evaluated_env(self.run.config.env, self.run.config.eval))
 
     def summarise(self) -> None:
         """End the run: note its result, and print it and where everything is. SimulatorCrash: there is none."""
@@ -167,7 +165,7 @@ class HeldOut:
         """List the settings with which evaluate.py repeats the evaluations of this run."""
         settings: dict[str, Any] = {"policy.checkpoint": str(self.run.folder / "policy")}
         if self._other is not None:
-            settings |= {f"env.{name}": now for name, (_, now) in self._otherwise().items()}
+            settings |= {f"env.{name}": now for name, (_, now) in self._otherwise.items()}
             settings["eval.trials"] = self.evaluator.trials
             for name in ("repeats", "seed", "mean_of"):
                 if (value := getattr(self.evaluator, name)) not in (getattr(Evaluator, name), []):

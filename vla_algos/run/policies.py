@@ -66,9 +66,10 @@ def _training_differences(
     config: SimpleNamespace, policy: VLAPolicy, spec: SimulatorSpec
 ) -> dict[str, tuple[Any, Any]]:
     """List, and say, what a policy of a checkpoint sees otherwise than in its training: ``{setting: (then, now)}``."""
-    checkpoint, known = config.policy.get("checkpoint"), HydraConfig.initialized()  # a job does not know what was typed
+    checkpoint = config.policy.get("checkpoint")
+    unsaid = HydraConfig.initialized() and not is_chosen(HydraConfig.get().overrides.task)  # a job does not know it
     if not checkpoint:
-        if config.policy.get("url") and known and not is_chosen(HydraConfig.get().overrides.task):
+        if config.policy.get("url") and unsaid:
             raise ValueError("a server does not say where its policy acts; type env=NAME or experiment=NAME too")
         return {}
     trained, differs = load_training_env(resolve(checkpoint)), {}
@@ -76,7 +77,7 @@ def _training_differences(
         differs = {f"env.{name}": each for name, each in differences(trained["env"], config.env).items()}
         if trained.get("chunk_size", policy.chunk_size) != policy.chunk_size:
             differs["actions per decision"] = (trained["chunk_size"], policy.chunk_size)
-    if trained is None and config.recipe == "evaluate" and known and not is_chosen(HydraConfig.get().overrides.task):
+    if trained is None and config.recipe == "evaluate" and unsaid:
         print(
             f"warning: {checkpoint} does not say what it was trained on, {spec.id} is taken; type env=NAME or "
             "experiment=NAME"
