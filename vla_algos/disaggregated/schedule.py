@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase, is_non_tensor
+from tensordict import TensorDict, TensorDictBase
 
 from vla_algos import distributed
 from vla_algos.disaggregated.placement import blocks
@@ -15,7 +15,6 @@ from vla_algos.disaggregated.roles import Roles
 from vla_algos.disaggregated.weight_sync import WeightSync
 from vla_algos.run.checkpoints import CheckpointError
 from vla_algos.run.seeds import random_state, seed_everything, set_random_state
-from vla_envs.instructions import Instructions
 from vla_policies import VLAPolicy
 from vla_policies.sharding import gathered
 
@@ -126,12 +125,11 @@ class Schedule:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the batches that wait, and random numbers: tensors, numbers and texts."""
-        return {
-            "roles": self._ranks,
-            "ahead": self._ahead,
-            "waiting": [_plain(batch) for batch in self._waiting],
-            "random": self._random,
-        }
+        waiting = [
+            None if batch is None else {"rows": list(batch.batch_size), "entries": batch.to_dict()}
+            for batch in self._waiting
+        ]
+        return {"roles": self._ranks, "ahead": self._ahead, "waiting": waiting, "random": self._random}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore :meth:`state_dict`; ``CheckpointError`` for a run whose processes had other roles."""
@@ -141,7 +139,8 @@ class Schedule:
                 "them: resume with its placement"
             )
         self._ahead, self._random = state["ahead"], state["random"]
-        self._waiting = deque(_unplain(batch) for batch in state["waiting"])
+        batches = (None if each is None else TensorDict(each["entries"], each["rows"]) for each in state["waiting"])
+        self._waiting = deque(batches)
         while self._ahead > self.lag:  # it was larger: the oldest weights are those that may not be learnt from
             self._ahead -= 1
             if self._waiting:
@@ -189,25 +188,3 @@ class Schedule:
             if numbers is not None:
                 set_random_state(numbers)
         return [share for share, _ in come]
-
-
-def _plain(batch: Any) -> Any:
-    """Turn a batch into dictionaries and lists of tensors, numbers and texts."""
-    if is_non_tensor(batch):  # a stack of texts is a TensorDictBase too
-        return {"texts": batch.tolist()}
-    if isinstance(batch, TensorDictBase):
-        entries = {key: _plain(value) for key, value in batch.items()}
-        return {"rows": list(batch.batch_size), "entries": entries}
-    return batch
-
-
-def _unplain(batch: Any) -> Any:
-    if not isinstance(batch, dict):
-        return batch
-    if "texts" in batch:
-        return _texts(batch["texts"])
-    return TensorDict({key: _unplain(value) for key, value in batch["entries"].items()}, batch["rows"])
-
-
-def _texts(texts: Sequence[Any]) -> Any:
-    return Instructions.of(texts) if isinstance(texts[0], str) else torch.stack([_texts(row) for row in texts])

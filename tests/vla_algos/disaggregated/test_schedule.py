@@ -8,8 +8,9 @@ from tensordict import TensorDict
 from vla_algos import distributed
 from vla_algos.disaggregated.placement import Placement
 from vla_algos.disaggregated.roles import Roles
-from vla_algos.disaggregated.schedule import Schedule, _plain, _unplain
+from vla_algos.disaggregated.schedule import Schedule
 from vla_algos.run.checkpoints import CheckpointError
+from vla_algos.run.plain_state import from_json, to_json
 from vla_algos.run.saving import Saver
 from vla_common.texts import decode
 from vla_envs.instructions import Instructions
@@ -23,13 +24,22 @@ def rows():
 
 
 def test_what_waits_is_plain_and_comes_back():
-    batch = rows()
-    back = _unplain(_plain(batch))
+    batch, roles = rows(), Roles(Placement((0,), (0,), (0,), 1, 1), rank=0)
+    one, other = (Schedule(torch.nn.Linear(1, 1), 0, 2, roles) for _ in range(2))
+    for each in (batch, None):
+        one._deliver_batch(each)
+    text, tensors = to_json(one.state_dict())
+    state, empty = from_json(text, "cpu")
+    for name, tensor in empty.items():
+        tensor.copy_(tensors[name])
+    other.load_state_dict(state)
+    back, nothing = other._waiting
     assert (back["a"] == batch["a"]).all()
     assert (back["next", "reward"] == batch["next", "reward"]).all()
-    assert back.batch_size == batch.batch_size
+    assert back.batch_size == batch.batch_size == back["next"].batch_size
     assert decode(back["texts"]) == decode(batch["texts"])
-    assert _unplain(_plain(None)) is None
+    assert decode(back[2:4].reshape(-1)["texts"]) == decode(batch[2:4].reshape(-1)["texts"])
+    assert nothing is None
 
 
 def test_a_state_of_other_roles_is_refused():
