@@ -21,10 +21,10 @@ class ExecutableFileError(ValueError):
     """A pickle asks for code to be executed."""
 
 
-def load_plain(file: Path, *, mmap: bool = False) -> Any:
-    """Load tensors, numbers, text and their lists and dicts onto the CPU; nothing in the file is executed.
+def load_tensors(file: Path, *, mmap: bool = False) -> dict[str, Tensor]:
+    """Load tensors by name onto the CPU; nothing in the file is executed.
 
-    ExecutableFileError: loading it would execute code. ValueError: it is truncated, damaged, or of another kind.
+    ExecutableFileError: loading it would execute code. ValueError: it is truncated, damaged, or holds something else.
     """
     try:
         with warnings.catch_warnings():  # torch's, about what it finds in damaged files
@@ -32,7 +32,7 @@ def load_plain(file: Path, *, mmap: bool = False) -> Any:
             entries = zipfile.ZipFile(file).infolist() if zipfile.is_zipfile(file) else ()
             if sum(entry.file_size for entry in entries) > file.stat().st_size:  # torch packs nothing
                 raise ValueError("it unpacks to more than it has")
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
+            content = torch.load(file, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError as error:
         raise ValueError(f"{file} cannot be read ({error})") from error
     except Exception as error:  # torch raises a dozen types for a damaged file
@@ -45,11 +45,6 @@ def load_plain(file: Path, *, mmap: bool = False) -> Any:
         reason = str(error).rpartition("WeightsUnpickler error: ")[2].strip()  # not torch's advice to load it even so
         reason = f"{type(error).__name__}: {reason.partition(chr(10))[0][:120]}"
         raise ValueError(f"{file} is truncated or not a file of tensors ({reason}); copy it again") from error
-
-
-def load_tensors(file: Path, *, mmap: bool = False) -> dict[str, Tensor]:
-    """Load tensors by name with :func:`load_plain`; ``ValueError`` if the file holds something else."""
-    content = load_plain(file, mmap=mmap)
     if not isinstance(content, dict) or not content or not all(isinstance(key, str) for key in content):
         raise ValueError(f"{file} is not a file of tensors by name; save a module's state_dict() in it")
     others = [key for key, value in content.items() if not isinstance(value, Tensor)]
