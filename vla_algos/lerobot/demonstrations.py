@@ -4,9 +4,9 @@ import copy
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vla_algos.lerobot.dataset import PARQUET, VIDEOS, Camera, LeRobotFolder, needs
 from vla_algos.lerobot.frames import FrameReader
-from vla_algos.samples import CAMERAS, Samples
+from vla_algos.samples import Samples
 from vla_common import keys
 from vla_common.texts import WIDTH, encode
 from vla_envs.simulator import SimulatorSpec
@@ -173,8 +173,8 @@ class LeRobotDemonstrations:
         wanted = (table.step % self.stride == 0) & ((task_id >= 0) | (self.tasks == "all"))
         if not wanted.any():
             raise ValueError(f"{self.folder.path}: no frame has an instruction of {self.spec.id}")
-        rows = _Rows(self, np.flatnonzero(wanted), task_id, policy, cameras)
-        samples = Samples(rows)  # which has what Samples asks of a TensorDict
+        rows = _Rows(self, task_id, policy, cameras)  # which has what Samples asks of a TensorDict
+        samples = Samples(rows, torch.from_numpy(np.flatnonzero(wanted)))
         _ = samples[:1]  # what cannot be decoded or tokenised is said now
         return samples
 
@@ -190,78 +190,66 @@ class LeRobotDemonstrations:
 
 
 class _Rows:
-    """Rows of a data set that are made when they are asked for: what :class:`Samples` needs of a ``TensorDict``."""
+    """A row of each frame of a data set, made when it is asked for: what :class:`Samples` needs of a ``TensorDict``."""
 
     def __init__(
         self,
         source: LeRobotDemonstrations,
-        frames: np.ndarray,
         task_id: np.ndarray,
         policy: VLAPolicy,
         cameras: dict[str, tuple[Camera, ...]],
     ):
-        table = source.folder.table
-        self._source, self._frames, self._policy, self._cameras = source, frames, policy, cameras
-        self._task_id, self._length, self._reader = task_id, policy.chunk_size, FrameReader(source.folder)
+        table, tasks, reader = source.folder.table, source.folder.tasks, FrameReader(source.folder)
         _, begins, lengths = np.unique(table.episode, return_index=True, return_counts=True)
-        self._lengths = np.repeat(lengths, lengths)  # of the episode of each frame
+        length = np.repeat(lengths, lengths)  # of the episode of each frame
+        left = length - table.step  # frames from here to the end of the episode
         counts: defaultdict[int, Iterator[int]] = defaultdict(itertools.count)  # episodes of each task, from 0 on
         trials = [next(counts[task]) for task in table.task[begins].tolist()]
-        self._trials = np.repeat(np.array(trials, np.int64), lengths)  # of each frame: a share of them is held out
-        self._width = max(WIDTH, *(len(text.encode()) for text in source.folder.tasks.values()))
-        names = [keys.STATES, keys.TASK_DESCRIPTIONS, keys.ACTION, keys.STEP_MASK, keys.TASK_ID, keys.TRIAL_ID]
-        names += [keys.EPISODE, keys.STEP, keys.EPISODE_LEN, keys.FINAL_STATES, keys.PROMPT_TOKENS]
-        self._names: Collection[str] = (*cameras, *names)
+        trial = np.repeat(np.array(trials, np.int64), lengths)  # of each frame: a share of them is held out
+        width, ahead = max(WIDTH, *(len(text.encode()) for text in tasks.values())), np.arange(policy.chunk_size)
+
+        def images(name: str, frames: np.ndarray) -> Tensor:
+            found = [torch.from_numpy(reader.read(camera, frames)) for camera in cameras[name]]
+            return found[0] if name == keys.IMAGES else torch.stack(found, 1)
+
+        def texts(frames: np.ndarray) -> list[str]:
+            return [tasks[index] for index in table.task[frames].tolist()]
+
+        self._count = len(task_id)
+        self._makers: dict[str, Callable[[np.ndarray], np.ndarray | Tensor]] = {
+            **{name: partial(images, name) for name in cameras},
+            keys.STATES: lambda frames: table.states[frames],
+            keys.TASK_DESCRIPTIONS: lambda frames: encode(texts(frames), width),
+            keys.ACTION: lambda frames: table.actions[frames[:, None] + np.minimum(ahead, left[frames, None] - 1)],
+            keys.STEP_MASK: lambda frames: ahead < left[frames, None],
+            keys.TASK_ID: lambda frames: task_id[frames],
+            keys.TRIAL_ID: lambda frames: trial[frames],
+            keys.EPISODE: lambda frames: table.episode[frames],
+            keys.STEP: lambda frames: table.step[frames],
+            keys.EPISODE_LEN: lambda frames: length[frames, None],
+            keys.FINAL_STATES: lambda frames: table.states[frames + left[frames] - 1],
+            keys.PROMPT_TOKENS: lambda frames: policy.prompt_tokens(
+                texts(frames), torch.from_numpy(table.states[frames])
+            ).cpu(),
+        }
 
     def __len__(self) -> int:
-        return len(self._frames)
+        return self._count
 
     def __contains__(self, key: str) -> bool:
-        return key in self._names
+        return key in self._makers
 
     def select(self, *names: str) -> "_Rows":
         """Return the rows without the other entries."""
         found = copy.copy(self)
-        found._names = names
+        found._makers = {name: self._makers[name] for name in names}
         return found
 
-    def __getitem__(self, index: Any) -> Any:
+    def __getitem__(self, index: str | Tensor) -> Any:
         if isinstance(index, str):
-            if index not in self._names:
-                raise KeyError(f"{index!r} is not among {sorted(self._names)}")
-            return self._entry(index, self._frames)
-        frames = self._frames[torch.arange(len(self))[index].numpy()]
-        if frames.ndim == 0:
-            return self[torch.arange(len(self))[index].unsqueeze(0)][0]
-        return TensorDict({name: self._entry(name, frames) for name in self._names}, [len(frames)])
-
-    def _entry(self, name: str, frames: np.ndarray) -> Tensor:
-        table, policy = self._source.folder.table, self._policy
-        if name in CAMERAS:
-            images = [torch.from_numpy(self._reader.read(camera, frames)) for camera in self._cameras[name]]
-            return images[0] if name == keys.IMAGES else torch.stack(images, 1)
-        left = (self._lengths - table.step)[frames]  # frames from here to the end of the episode
-        ahead = np.arange(self._length)
-        makers: dict[str, Callable[[], np.ndarray | Tensor]] = {
-            keys.STATES: lambda: table.states[frames],
-            keys.TASK_DESCRIPTIONS: lambda: encode(self._texts(frames), self._width),
-            keys.ACTION: lambda: table.actions[frames[:, None] + np.minimum(ahead, left[:, None] - 1)],
-            keys.STEP_MASK: lambda: ahead < left[:, None],
-            keys.TASK_ID: lambda: self._task_id[frames],
-            keys.TRIAL_ID: lambda: self._trials[frames],
-            keys.EPISODE: lambda: table.episode[frames],
-            keys.STEP: lambda: table.step[frames],
-            keys.EPISODE_LEN: lambda: self._lengths[frames][:, None],
-            keys.FINAL_STATES: lambda: table.states[frames + left - 1],
-            keys.PROMPT_TOKENS: lambda: policy.prompt_tokens(
-                self._texts(frames), torch.from_numpy(table.states[frames])
-            ).cpu(),
-        }
-        return torch.as_tensor(makers[name]())
-
-    def _texts(self, frames: np.ndarray) -> list[str]:
-        folder = self._source.folder
-        return [folder.tasks[int(index)] for index in folder.table.task[frames]]
+            return torch.as_tensor(self._makers[index](np.arange(len(self))))
+        frames = index.numpy()
+        return TensorDict({name: torch.as_tensor(make(frames)) for name, make in self._makers.items()}, [len(frames)])
 
 
 def _check_sizes(folder: LeRobotFolder, spec: SimulatorSpec) -> None:
