@@ -398,7 +398,7 @@ def test_a_warm_start_reads_them_too(tmp_path, capfd):
 
 def test_a_recording_that_breaks_off_leaves_nothing(tmp_path, monkeypatch):
     there = tmp_path / "kept" / "set"
-    monkeypatch.setattr("vla_algos.demonstrations.dataset.Arrays.finish", lambda _: 1 / 0)  # with all frames written
+    monkeypatch.setattr("vla_algos.demonstrations.experts.write_facts", lambda *_: 1 / 0)  # with all frames written
     with pytest.raises(ZeroDivisionError):
         clone(tmp_path / "run", f"demonstrations.folder={there}")
     GlobalHydra.instance().clear()

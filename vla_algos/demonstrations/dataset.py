@@ -39,29 +39,20 @@ _DTYPES |= dict.fromkeys((*CAMERAS, keys.TASK_DESCRIPTIONS), "uint8")
 _DTYPES |= dict.fromkeys((keys.TASK_ID, keys.TRIAL_ID, keys.EPISODE, keys.STEP, keys.EPISODE_LEN), "int64")
 
 
-class Arrays:
-    """Files that grow by rows, in ``TensorDict``'s memory-mapped layout when they are finished."""
+def append_rows(folder: Path, rows: Mapping[str, np.ndarray]) -> None:
+    """Write rows ``[k, ...]`` of some entries behind those that their files have."""
+    for name, array in rows.items():
+        with open(folder / f"{name}.memmap", "ab") as file:
+            file.write(np.ascontiguousarray(array, np.dtype(_DTYPES[name]).newbyteorder("<")).tobytes())
 
-    def __init__(self, folder: Path):
-        self.folder = folder
-        self._shapes: dict[str, list[int]] = {}
 
-    def append(self, rows: Mapping[str, np.ndarray]) -> None:
-        """Write rows ``[k, ...]`` of some entries."""
-        for name, array in rows.items():
-            self._shapes.setdefault(name, [0, *array.shape[1:]])[0] += len(array)
-            with open(self.folder / f"{name}.memmap", "ab") as file:
-                file.write(np.ascontiguousarray(array, np.dtype(_DTYPES[name]).newbyteorder("<")).tobytes())
-
-    def finish(self) -> None:
-        """Say what is in the files."""
-        entries = {
-            name: {"device": "cpu", "shape": shape, "dtype": f"torch.{_DTYPES[name]}", "is_nested": False}
-            for name, shape in self._shapes.items()
-        }
-        [frames] = {shape[0] for shape in self._shapes.values()}
-        meta = {**entries, "shape": [frames], "device": "cpu", "_type": str(TensorDict)}
-        (self.folder / _META).write_text(json.dumps(meta))
+def write_facts(folder: Path, facts: Mapping[str, Any], width: int) -> None:
+    """Say what was recorded, and what is in the files; an instruction has ``width`` bytes."""
+    meta: dict[str, Any] = {"shape": [facts["frames"]], "device": "cpu", "_type": str(TensorDict)}
+    for name, shape in _shapes(facts, width).items():
+        meta[name] = {"device": "cpu", "shape": shape, "dtype": f"torch.{_DTYPES[name]}", "is_nested": False}
+    (folder / _META).write_text(json.dumps(meta))
+    (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def env_facts(spec: SimulatorSpec) -> dict[str, Any]:
@@ -141,12 +132,10 @@ def load_demonstrations(folder: str | Path) -> DemonstrationSet:
     folder = Path(folder)
     facts, entries = _read_facts(folder)
     try:
-        shapes = _expected(facts)
         said = {name: (entry["dtype"], entry["shape"]) for name, entry in entries.items() if isinstance(entry, Mapping)}
-    except (KeyError, TypeError, ValueError) as error:
+        shapes = _shapes(facts, entries[keys.TASK_DESCRIPTIONS]["shape"][-1])
+    except (LookupError, TypeError, ValueError) as error:
         raise _damaged(folder, f"{FACTS} or {_META} lacks {error}") from None
-    _, width = said.get(keys.TASK_DESCRIPTIONS, ("", [0, 0]))
-    shapes[keys.TASK_DESCRIPTIONS] = [facts["frames"], *width[1:]]
     wanted = {name: (f"torch.{_DTYPES[name]}", shape) for name, shape in shapes.items()}
     if said != wanted:
         wrong = next(name for name in [*wanted, *said] if said.get(name) != wanted.get(name))
@@ -185,7 +174,7 @@ def _mapped(folder: Path, name: str, shape: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(np.memmap(path, kind, "c", shape=tuple(shape)))
 
 
-def _expected(facts: Mapping[str, Any]) -> dict[str, list[int]]:
+def _shapes(facts: Mapping[str, Any], width: int) -> dict[str, list[int]]:
     """Return the shapes of the arrays; a KeyError, TypeError or ValueError if something is not there."""
     env, recording, count = facts["env"], facts["recording"], facts["frames"]
     chunk, dims, states = recording["chunk_size"], len(env["action_low"]), env["state_dim"]
@@ -200,6 +189,7 @@ def _expected(facts: Mapping[str, Any]) -> dict[str, list[int]]:
         keys.IMAGES: [count, *env["image_shape"], 3],
         **({} if wrist is None else {keys.WRIST_IMAGES: [count, *wrist, 3]}),
         keys.STATES: [count, states],
+        keys.TASK_DESCRIPTIONS: [count, width],
         keys.ACTION: [count, chunk, dims],
         keys.STEP_MASK: [count, chunk],
         **{key: [count] for key in (keys.TASK_ID, keys.TRIAL_ID, keys.EPISODE, keys.STEP)},

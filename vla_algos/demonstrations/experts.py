@@ -1,6 +1,5 @@
 """A scripted expert solves episodes in an environment's workers: recorded in memory or into a folder, and counted."""
 
-import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -12,7 +11,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from vla_algos.demonstrations.dataset import FACTS, FORMAT, KIND, Arrays, env_facts
+from vla_algos.demonstrations.dataset import FORMAT, KIND, append_rows, env_facts, write_facts
 from vla_algos.results import NAME, EpisodeResult, as_lines
 from vla_algos.samples import CAMERAS
 from vla_common import __version__, keys
@@ -127,7 +126,7 @@ def write_demonstrations(
     folder.mkdir(parents=True)
     waiting: dict[int, dict[str, Any] | None] = {}  # solved, but not yet those before
     texts, results = list[str](), list[EpisodeResult]()
-    arrays, due, written = Arrays(folder), 0, 0
+    due, written = 0, 0
 
     def write(number: int, recording: dict[str, Any] | None) -> None:
         nonlocal due, written
@@ -135,7 +134,7 @@ def write_demonstrations(
         while due in waiting:
             if (ready := waiting.pop(due)) is not None:
                 cameras = {name: ready[name] for name in CAMERAS if name in ready}
-                arrays.append({**cameras, **_rows(written, episodes[due], ready)})
+                append_rows(folder, {**cameras, **_rows(written, episodes[due], ready)})
                 if spec.control_frequency is not None:
                     results.append(_result(spec, written, episodes[due], ready))
                 texts.extend([ready[keys.TASK_DESCRIPTIONS]] * len(ready[keys.STATES]))
@@ -143,8 +142,8 @@ def write_demonstrations(
             due += 1
 
     outcomes = _record(env, episodes, chunk_size, write, on_episode, recording_settings)
-    arrays.append({keys.TASK_DESCRIPTIONS: _encoded(texts).numpy()})
-    arrays.finish()
+    encoded = _encoded(texts).numpy()
+    append_rows(folder, {keys.TASK_DESCRIPTIONS: encoded})
     facts = {
         "kind": KIND,
         "format": FORMAT,
@@ -163,7 +162,7 @@ def write_demonstrations(
         "frames": len(texts),
     }
     (folder / NAME).write_text(as_lines(results))
-    (folder / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+    write_facts(folder, facts, encoded.shape[1])
 
 
 def _record(
@@ -243,7 +242,7 @@ def _encoded(texts: Sequence[str]) -> Tensor:
 
 
 def count_by_task(spec: SimulatorSpec, outcomes: Sequence[tuple[Episode, int | None]]) -> list[dict[str, Any]]:
-    """Count as :data:`FACTS` has it; ``outcomes``: the actions that the expert needed, ``None`` if it failed."""
+    """Count as ``dataset.json`` has it; ``outcomes``: the actions that the expert needed, ``None`` if it failed."""
     found = []
     for number, task in enumerate(spec.tasks):
         needed = [steps for episode, steps in outcomes if episode.task_id == number]
