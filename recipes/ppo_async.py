@@ -73,13 +73,13 @@ def train(config: SimpleNamespace, run: Run) -> None:
         reads = {"values": loss_module.has_critic, "bootstrap": config.gae["bootstrap"]}
         return StepCollector(env, policy, **config.collector, **config.pipeline, **reads)
 
-    learner, collector = roles.on_actors(make_learner), roles.on_rollouts(make_collector)
+    learner, collector = roles.on(roles.actors, make_learner), roles.on(roles.rollouts, make_collector)
     schedule = Schedule(policy, config.seed, config.sync["lag"], roles)
     publish = policy_writer(config, policy, spec, held_out.spec) if roles.learns else lambda folder: None
 
     def measure(iteration: int) -> None:
         with schedule.acting():
-            results = roles.on_rollouts(lambda: held_out.measure(collector.env, policy, iteration, collector))
+            results = roles.on(roles.rollouts, lambda: held_out.measure(collector.env, policy, iteration, collector))
         held_out.note(distributed.broadcast_object(results, roles.rollouts[0]), policy, iteration)
 
     def learn(batch: TensorDictBase | None) -> tuple[TensorDictBase, dict[str, float]]:
@@ -97,9 +97,9 @@ def train(config: SimpleNamespace, run: Run) -> None:
     start = run.restore(demonstrations.facts, policy=policy, learner=learner, collector=collector, schedule=schedule)
     if start is None:
         if demonstrations.wanted:
-            env = roles.on_rollouts(lambda: collector.env)
+            env = roles.on(roles.rollouts, lambda: collector.env)
             samples = demonstrations.record(env, policy, by=roles.rollouts[0])
-            roles.on_actors(lambda: clone(policy, *samples, run.folder / "warm_start", **config.cloning))
+            roles.on(roles.actors, lambda: clone(policy, *samples, run.folder / "warm_start", **config.cloning))
         schedule.begin()
         measure(0)
         run.save(0, publish)
@@ -122,7 +122,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
 
     if roles.learns:
         run.publish(publish)
-    roles.on_rollouts(lambda: collector.env.close())
+    roles.on(roles.rollouts, lambda: collector.env.close())
     held_out.summarise()
 
 

@@ -65,15 +65,8 @@ class Roles:
             settings["gpus"] = self.placement.env_gpus(self.rank)
         return settings
 
-    def on_rollouts(self, make: Callable[[], Any]) -> Any:
-        """Call ``make`` in the processes that collect, which are all that there are within; ``None`` in the others."""
-        return self._within(self.rollouts, make)
-
-    def on_actors(self, make: Callable[[], Any]) -> Any:
-        """Call ``make`` in the processes that learn, which are all that there are within; ``None`` in the others."""
-        return self._within(self.actors, make)
-
-    def _within(self, ranks: tuple[int, ...], make: Callable[[], Any]) -> Any:
+    def on(self, ranks: tuple[int, ...], make: Callable[[], Any]) -> Any:
+        """Call ``make`` on some ranks, which are all that there are within; ``None`` in the others."""
         if self.rank not in ranks:
             return None
         with distributed.subgroup(ranks):
