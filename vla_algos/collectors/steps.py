@@ -106,7 +106,12 @@ class StepCollector(ChunkCollector):
             tell("collecting", t + 1, self.decisions)
         assert batch is not None  # there is at least one decision
         if self.has_value:
-            batch[NEXT, STATE_VALUE] = self._next_values(batch, finals)
+            values = torch.zeros_like(batch[STATE_VALUE])  # after each decision
+            values[:, :-1] = batch[STATE_VALUE][:, 1:]
+            values.masked_fill_(batch[NEXT, DONE], torch.nan)
+            values.masked_fill_(batch[NEXT, CRASHED], 0.0)
+            finals.write(values)
+            batch[NEXT, STATE_VALUE] = values
         return batch
 
     def _outcomes(self, observation: TensorDictBase) -> Iterator[tuple[int, Tensor, TensorDictBase]]:
@@ -132,34 +137,21 @@ class StepCollector(ChunkCollector):
             self._call_env(self.base_env.async_step_send, decision, slots)
             for turn in received:
                 yield self._finish_turn(*turn)
-        for t, number in turns[len(turns) - self.stages + 1 :]:
-            yield self._finish_turn(*self._receive_turn(t, number))
+        for turn in turns[len(turns) - self.stages + 1 :]:
+            yield self._finish_turn(*self._receive_turn(*turn))
         self._observation = self.base_env.observe()
         self._remember()
 
-    def _receive_turn(self, t: int, number: int) -> tuple[int, int, TensorDictBase, list[int]]:
+    def _receive_turn(self, t: int, number: int) -> tuple[int, TensorDictBase, list[int]]:
         """Receive a stage's outcome, and have the simulators that ended an episode begin the next."""
         outcome = self._receive(self._stages[number])
         done = outcome[ENV_INDEX][outcome[NEXT, DONE].squeeze(-1)].tolist()
         self._begin_episodes(done)
-        return t, number, outcome, done
+        return t, outcome, done
 
-    def _finish_turn(
-        self, t: int, number: int, outcome: TensorDictBase, done: list[int]
-    ) -> tuple[int, Tensor, TensorDictBase]:
+    def _finish_turn(self, t: int, outcome: TensorDictBase, done: list[int]) -> tuple[int, Tensor, TensorDictBase]:
         self._await_episodes(done)
         return t, outcome[ENV_INDEX], outcome
-
-    def _next_values(self, batch: TensorDictBase, finals: "_FinalValues") -> Tensor:
-        """Value of the observation after each decision, ``[N, T, 1]`` or ``[N, T, C]``."""
-        values = torch.zeros_like(batch[STATE_VALUE])
-        values[:, :-1] = batch[STATE_VALUE][:, 1:]
-        values.masked_fill_(batch[NEXT, DONE], torch.nan)
-        values.masked_fill_(batch[NEXT, CRASHED], 0.0)
-        found = finals.finish()
-        if found is not None:
-            values[finals.slots, finals.times] = found
-        return values
 
     def reset(self) -> None:
         """Abandon the running episodes: the next batch starts with fresh ones."""
@@ -193,8 +185,8 @@ class _FinalValues:
     """
 
     def __init__(self, policy: Callable[[TensorDictBase], TensorDictBase], num_envs: int):
-        self.slots: list[int] = []
-        self.times: list[int] = []
+        self._slots: list[int] = []
+        self._times: list[int] = []
         self._policy, self._num_envs = policy, num_envs
         self._waiting: list[TensorDictBase] = []
         self._values: list[Tensor] = []
@@ -202,17 +194,18 @@ class _FinalValues:
     def add(self, time: int, slots: Tensor, rows: Tensor, observations: TensorDictBase) -> None:
         """Note some ``rows`` of the observations ``[k]`` after decision ``time`` in ``slots`` ``[k]``."""
         if rows.numel():
-            self.slots += slots[rows].tolist()
-            self.times += [time] * len(rows)
+            self._slots += slots[rows].tolist()
+            self._times += [time] * len(rows)
             self._waiting += observations[rows].unbind(0)
         while len(self._waiting) >= self._num_envs:
             self._evaluate()
 
-    def finish(self) -> Tensor | None:
-        """Return the values of all, ``[k, 1]`` or ``[k, C]``; ``None`` if there were none."""
+    def write(self, values: Tensor) -> None:
+        """Write the values of all into ``[N, T, 1]`` or ``[N, T, C]``, by slot and time."""
         if self._waiting:
             self._evaluate()
-        return torch.cat(self._values) if self._values else None
+        if self._values:
+            values[self._slots, self._times] = torch.cat(self._values)
 
     def _evaluate(self) -> None:
         rows, self._waiting = self._waiting[: self._num_envs], self._waiting[self._num_envs :]
