@@ -16,12 +16,11 @@ from tqdm import tqdm
 
 from vla_algos import distributed
 from vla_algos.files import finite_or_none
-from vla_algos.optim import clip_gradient, empty_state
+from vla_algos.optim import clip_gradient, places
 from vla_algos.samples import Samples
 from vla_algos.state_prediction import StatePrediction
 from vla_common import keys
 from vla_common.settings import Count, Factor, Fraction, Rate, checked
-from vla_common.tensor_files import make_room
 from vla_envs.protocol import are_numbers
 from vla_policies import VLAPolicy
 from vla_policies.sharding import compute_device, reshard
@@ -221,10 +220,9 @@ class BehaviourCloning:
         if self.state_prediction:
             self.state_prediction.load_state_dict(state["state_prediction"])
 
-    def empty_state(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return a state to load into: like ``saved``, whose tensors have shapes alone, with memory as its own have."""
-        rest = {name: make_room(value) for name, value in saved.items() if name != "optimizer"}
-        return {**rest, "optimizer": empty_state(saved["optimizer"], self.optimizer)}
+    def places(self) -> dict[str, Any]:
+        """Return what lies as tensors of its state are to lie, by their keys."""
+        return {"optimizer": places(self.optimizer)}
 
 
 def share_of_imitation_loss(policy: VLAPolicy, batch: TensorDictBase, sigma: float) -> torch.Tensor:

@@ -8,10 +8,9 @@ from torchrl.objectives import LossModule
 
 from vla_algos import distributed
 from vla_algos.minibatches import UPDATE, Minibatches, check_loss, check_minibatches
-from vla_algos.optim import OPTIMIZER, empty_state, make_optimizer, policy_of, trained_parameters
+from vla_algos.optim import OPTIMIZER, make_optimizer, places, policy_of, trained_parameters
 from vla_algos.reference import FrozenPolicy
 from vla_common.settings import check_settings
-from vla_common.tensor_files import make_room
 
 
 class Learner:
@@ -95,10 +94,6 @@ class Learner:
         if self._frozen is not None:
             self._frozen.load_state_dict(state.get("reference", {}))
 
-    def empty_state(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return a state to load into: like ``saved``, whose tensors have shapes alone, with memory as its own have."""
-        state = {key: make_room(value) for key, value in saved.items() if key not in ("optimizer", "reference")}
-        state["optimizer"] = empty_state(saved["optimizer"], self.optimizer)
-        if "reference" in saved:
-            state["reference"] = FrozenPolicy(self.policy).empty_state(saved["reference"])
-        return state
+    def places(self) -> dict[str, Any]:
+        """Return what lies as tensors of its state are to lie, by their keys."""
+        return {"optimizer": places(self.optimizer), "reference": FrozenPolicy(self.policy).places()}

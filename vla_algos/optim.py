@@ -13,7 +13,6 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from vla_common.settings import BelowOne, Count, Fraction, Rate, Whole, checked, setting_types
-from vla_common.tensor_files import make_room
 from vla_policies.checkpoint.parts import from_part
 from vla_policies.sharding import compute_device
 
@@ -169,11 +168,9 @@ def check_schedule(updates: int | None, **settings: Any) -> None:
         )
 
 
-def empty_state(saved: dict[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Return a state to load into: like ``saved``, whose tensors have shapes alone, placed as the parameters are."""
-    parameters = dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))
-    state = {number: make_room(entries, parameters.get(number)) for number, entries in saved["state"].items()}
-    return {**saved, "state": state}
+def places(optimizer: Optimizer) -> dict[str, Any]:
+    """Return what lies as an optimizer's state is to lie, for :func:`make_room`: the parameters, by their numbers."""
+    return {"state": dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))}
 
 
 def policy_of(loss_module: nn.Module) -> Any:

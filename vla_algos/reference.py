@@ -7,7 +7,6 @@ from tensordict import TensorDictBase
 
 from vla_algos.losses import add_log_prob
 from vla_common.keys import REFERENCE_LOG_PROB
-from vla_common.tensor_files import make_room
 from vla_policies import VLAPolicy
 from vla_policies.sharding import gathered
 
@@ -45,7 +44,6 @@ class FrozenPolicy:
             tensor.copy_(state[name])
         self._weights = weights or None
 
-    def empty_state(self, saved: dict[str, Any]) -> dict[str, Any]:
-        """Return a state to load into: like ``saved``, whose tensors have shapes alone, with memory as its own have."""
-        own = dict(self.policy.named_parameters())
-        return {name: make_room(each, own.get(name)) for name, each in saved.items()}
+    def places(self) -> dict[str, Any]:
+        """Return what lies as tensors of its state are to lie, by their keys."""
+        return dict(self.policy.named_parameters())

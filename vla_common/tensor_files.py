@@ -86,17 +86,19 @@ def add_dimensions(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]
     }
 
 
-def make_room(saved: Any, like: Tensor | None = None) -> Any:
+def make_room(saved: Any, like: Any = None) -> Any:
     """Return a state like ``saved``, whose tensors have shapes alone (meta device), with memory for them.
 
-    ``like`` says where tensors of its shape lie, and how they are sharded; others lie on the CPU, whole.
+    ``like``, a tensor or by the same keys some, says where tensors of its shape lie, and how they are sharded; others
+    lie on the CPU, whole.
     """
     if isinstance(saved, Tensor):
-        if like is not None and like.shape == saved.shape:
+        if isinstance(like, Tensor) and like.shape == saved.shape:
             return torch.empty_like(like, dtype=saved.dtype, requires_grad=False)
         return torch.empty(saved.shape, dtype=saved.dtype)
     if isinstance(saved, Mapping):
-        return {key: make_room(item, like) for key, item in saved.items()}
+        places = like if isinstance(like, Mapping) else dict.fromkeys(saved, like)
+        return {key: make_room(item, places.get(key)) for key, item in saved.items()}
     if isinstance(saved, (list, tuple)):
         return type(saved)(make_room(item, like) for item in saved)
     return saved

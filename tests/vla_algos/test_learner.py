@@ -23,6 +23,7 @@ from vla_common.keys import (
     VALUE_TARGET,
     WEIGHT,
 )
+from vla_common.tensor_files import make_room
 
 
 class WatchedPolicy(ToyActorCritic):
@@ -502,7 +503,7 @@ def test_state_dict_goes_on_identically(policy, tmp_path):
     for _ in range(2):
         one.update(collect(policy))
     state, path = one.state_dict(), tmp_path / "learner.pt"
-    room = one.empty_state(state)
+    room = make_room(state, one.places())
     assert room.keys() == state.keys()
     assert all(room["reference"][name].shape == tensor.shape for name, tensor in state["reference"].items())
     torch.save(state, path)

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from vla_algos import distributed
 from vla_algos.files import remove
-from vla_algos.optim import empty_state
+from vla_algos.optim import places
 from vla_algos.run import checkpoints
 from vla_algos.run.checkpoints import BrokenCheckpoint, CheckpointError, SavedState, Snapshot
 from vla_algos.run.seeds import random_state, set_random_state
@@ -30,9 +30,9 @@ _PATIENCE = timedelta(hours=2)  # until all have written their part
 class Stateful(Protocol):
     """A part of a run, whose state a checkpoint has.
 
-    One that is the same in all processes, but for what is sharded, says ``replicated = True``, and offers
-    ``empty_state(saved)``: a state like ``saved`` with memory for its tensors. The others are each process's own. One
-    that says ``optional = True`` begins as it is where the saved run had none.
+    One that is the same in all processes, but for what is sharded, says ``replicated = True``, and has ``places()``
+    where that is: by the keys of its state, tensors that lie as those of the state are to lie. The others are each
+    process's own. One that says ``optional = True`` begins as it is where the saved run had none.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -220,9 +220,9 @@ def _room(part: Any, saved: SavedState, name: str) -> dict[str, Any] | None:
         if getattr(part, "optional", False):
             return None
         raise CheckpointError(f"{saved.folder} has no {name}: it is of another recipe; take another folder")
-    if isinstance(part, Optimizer):
-        return empty_state(state, part)
-    return getattr(part, "empty_state", make_room)(state)
+    own = places(part) if isinstance(part, Optimizer) else getattr(part, "places", dict)()
+    room: dict[str, Any] = make_room(state, own)
+    return room
 
 
 def _all_ranks_ok(read: Callable[..., T], *arguments: Any) -> tuple[T | None, str | None]:
