@@ -14,16 +14,6 @@ VERSION = "v3.0"
 _DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"  # one file is written, with a row group for each
 _EPISODES = "meta/episodes/chunk-000/file-000.parquet"
 _QUANTILES = {"q01": 0.01, "q10": 0.1, "q50": 0.5, "q90": 0.9, "q99": 0.99}
-_NUMBERS = {  # a frame's, besides state and action
-    "next.reward": "float32",
-    "next.success": "bool",
-    "next.done": "bool",
-    "timestamp": "float32",
-    "frame_index": "int64",
-    "episode_index": "int64",
-    "index": "int64",
-    "task_index": "int64",
-}
 
 
 class LeRobotWriter:
@@ -39,7 +29,8 @@ class LeRobotWriter:
         self._arrow = needs(folder, "pyarrow", PARQUET[1])
         self._tasks: dict[str, int] = {}
         self._rows: list[dict[str, Any]] = []  # of meta/episodes
-        self._numbers: dict[str, list[np.ndarray]] = {STATES[0]: [], ACTIONS[0]: []}
+        self._vectors: dict[str, list[np.ndarray]] = {STATES[0]: [], ACTIONS[0]: []}
+        self._numbers: dict[str, str] = {}  # type of a frame's other numbers
         self._pixels: list[np.ndarray] = []
         self._frames = 0
         self._data: Any = None
@@ -52,19 +43,21 @@ class LeRobotWriter:
         length, texts = len(actions), episode[keys.TASK_DESCRIPTIONS]
         for text in texts:
             self._tasks.setdefault(text, len(self._tasks))
+        frame = np.arange(length, dtype=np.int64)
         numbers = {
             "next.reward": episode[keys.REWARD],
             "next.success": episode[keys.SUCCESS],
-            "next.done": np.arange(length) == length - 1,
-            "timestamp": np.arange(length) / self.fps,
-            "frame_index": np.arange(length),
-            "episode_index": np.full(length, len(self._rows)),
-            "index": np.arange(self._frames, self._frames + length),
-            "task_index": np.array([self._tasks[text] for text in texts]),
+            "next.done": frame == length - 1,
+            "timestamp": (frame / self.fps).astype(np.float32),
+            "frame_index": frame,
+            "episode_index": np.full_like(frame, len(self._rows)),
+            "index": self._frames + frame,
+            "task_index": np.array([self._tasks[text] for text in texts], np.int64),
         }
         pa, vectors = self._arrow, {STATES[0]: episode[keys.STATES], ACTIONS[0]: actions}
-        columns = {name: self._vectors(values) for name, values in vectors.items()}
-        columns |= {name: pa.array(numbers[name].astype(kind)) for name, kind in _NUMBERS.items()}
+        columns = {name: self._lists(values) for name, values in vectors.items()}
+        columns |= {name: pa.array(values) for name, values in numbers.items()}
+        self._numbers = {name: str(values.dtype) for name, values in numbers.items()}
         kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
         for name, camera in zip(self.cameras, episode["cameras"], strict=True):
             columns[name] = pa.array([{"bytes": image, "path": None} for image in camera], kind)
@@ -76,7 +69,7 @@ class LeRobotWriter:
         self._rows.append(row)
         self._frames += length
         for name, values in vectors.items():
-            self._numbers[name].append(values)
+            self._vectors[name].append(values)
         self._pixels.append(episode["pixels"])
 
     def finish(self) -> None:
@@ -85,7 +78,7 @@ class LeRobotWriter:
         pa, pq, meta = self._arrow, self._parquet, self.folder / "meta"
         (self.folder / _EPISODES).parent.mkdir(parents=True)
         pq.write_table(pa.Table.from_pylist(self._rows), self.folder / _EPISODES)
-        stats = {name: _of_numbers(np.concatenate(values)) for name, values in self._numbers.items()}
+        stats = {name: _of_numbers(np.concatenate(values)) for name, values in self._vectors.items()}
         pixels = np.concatenate(self._pixels)
         stats |= {name: _of_pixels(pixels[:, number]) for number, name in enumerate(self.cameras)}
         (meta / "stats.json").write_text(json.dumps(stats, indent=1) + "\n")
@@ -99,9 +92,9 @@ class LeRobotWriter:
         (self.folder / INFO).write_text(json.dumps(self._info(), indent=1) + "\n")
 
     def _info(self) -> dict[str, Any]:
-        shapes = {name: len(values[0][0]) for name, values in self._numbers.items()}
+        shapes = {name: len(values[0][0]) for name, values in self._vectors.items()}
         features: dict[str, Any] = {name: _feature("float32", [size]) for name, size in shapes.items()}
-        features |= {name: _feature(kind, [1]) for name, kind in _NUMBERS.items()}
+        features |= {name: _feature(kind, [1]) for name, kind in self._numbers.items()}
         for name, (height, width) in self.cameras.items():
             features[name] = _feature("image", [height, width, 3], ["height", "width", "channels"])
         return {
@@ -131,7 +124,7 @@ class LeRobotWriter:
             self._data = self._parquet.ParquetWriter(path, table.schema)
         self._data.write_table(table)
 
-    def _vectors(self, values: np.ndarray) -> Any:
+    def _lists(self, values: np.ndarray) -> Any:
         flat = self._arrow.array(np.ascontiguousarray(values, np.float32).reshape(-1))
         return self._arrow.FixedSizeListArray.from_arrays(flat, values.shape[1])
 
