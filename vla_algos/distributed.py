@@ -36,9 +36,8 @@ _START = timedelta(minutes=10)  # for all processes to come
 _CONTROL_TIMEOUT = timedelta(hours=2)  # to wait for a process that has work to do alone
 _DATA_TIMEOUT = timedelta(minutes=10)  # for an exchange of weights
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
-_control: dist.ProcessGroup | None = None
 _some: tuple[int, ...] | None = None  # of all processes, those that the functions below concern; None for all
-_groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}  # of some, by what for
+_groups: dict[tuple[str, tuple[int, ...]], dist.ProcessGroup] = {}  # by what for, of some; () is all
 _ENDED = "vla_ended"
 _STOPPING = (signal.SIGUSR2, signal.SIGINT)  # with SIGTERM, see vla_algos.run.run
 
@@ -58,7 +57,6 @@ def process_group(members: Sequence[int] | None = None) -> Iterator[bool]:
     Yields:
         Whether this process is one of the members, which have something to do.
     """
-    global _control
     if processes_started() == 1:
         before = dist.is_initialized()
         try:
@@ -81,7 +79,7 @@ def process_group(members: Sequence[int] | None = None) -> Iterator[bool]:
         os.environ["RANK"] = str(own_rank)
     try:
         _join(store, own_rank, processes)
-        _control = _new_group(None, "control")
+        _groups["control", ()] = _new_group(None, "control")
         with contextlib.nullcontext() if is_main() else contextlib.redirect_stdout(io.StringIO()):
             yield True
         if is_main():
@@ -91,7 +89,6 @@ def process_group(members: Sequence[int] | None = None) -> Iterator[bool]:
             store.set(_ENDED, "")
         raise
     finally:
-        _control = None
         _groups.clear()
     # Not after an error: a process that has failed must not wait for the others.
     dist.destroy_process_group()
@@ -238,7 +235,7 @@ def world_size() -> int:
 
 
 def _group() -> dist.ProcessGroup | None:
-    return _control if _some is None else _groups["control", _some]
+    return _groups.get(("control", ())) if _some is None else _groups["control", _some]
 
 
 def cores() -> int:

@@ -111,10 +111,8 @@ class Schedule(LambdaLR):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the update of ``state_dict``; after the optimizer's own state is loaded."""
-        rates = self.base_lrs
-        super().load_state_dict(state_dict)
-        self.base_lrs = rates
-        for group, rate, factor in zip(self.optimizer.param_groups, rates, self.lr_lambdas, strict=True):
+        super().load_state_dict({**state_dict, "base_lrs": self.base_lrs})
+        for group, rate, factor in zip(self.optimizer.param_groups, self.base_lrs, self.lr_lambdas, strict=True):
             group["lr"] = rate * factor(self.last_epoch)
 
 

@@ -320,7 +320,7 @@ def test_a_process_that_is_alone_shards_too():
 
 def timeouts():
     data = {group._get_backend(torch.device("cpu")).options._timeout for group in (dist.group.WORLD, *groups())}
-    return data, distributed._control._get_backend(torch.device("cpu")).options._timeout
+    return data, distributed._groups["control", ()]._get_backend(torch.device("cpu")).options._timeout
 
 
 def groups():
