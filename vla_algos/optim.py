@@ -167,7 +167,7 @@ def check_schedule(updates: int | None, **settings: Any) -> None:
 
 
 def places(optimizer: Optimizer) -> dict[str, Any]:
-    """Return what lies as an optimizer's state is to lie, for :func:`make_room`: the parameters, by their numbers."""
+    """Return what lies as an optimizer's state is to lie, for ``make_room``: the parameters, by their numbers."""
     return {"state": dict(enumerate(parameter for group in optimizer.param_groups for parameter in group["params"]))}
 
 

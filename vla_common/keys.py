@@ -11,7 +11,7 @@ NEXT = "next"
 IMAGES = "images"  # uint8 [N, H, W, 3], third-person camera, upright, RGB
 WRIST_IMAGES = "wrist_images"  # uint8 [N, V, H, W, 3], only where the benchmark has wrist cameras
 STATES = "states"  # float32 [N, S], proprioception
-TASK_DESCRIPTIONS = "task_descriptions"  # text [N], the instruction alone; uint8 [N, 256] after InstructionsToBytes
+TASK_DESCRIPTIONS = "task_descriptions"  # text [N], the instruction alone; uint8 [N, 288] after InstructionsToBytes
 
 # Identity of the running episode, written by the environment.
 TASK_ID = "task_id"  # int64 [N]
