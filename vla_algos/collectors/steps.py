@@ -137,8 +137,8 @@ class StepCollector(ChunkCollector):
             self._call_env(self.base_env.async_step_send, decision, slots)
             for turn in received:
                 yield self._finish_turn(*turn)
-        for turn in turns[len(turns) - self.stages + 1 :]:
-            yield self._finish_turn(*self._receive_turn(*turn))
+        for t, number in turns[len(turns) - self.stages + 1 :]:
+            yield self._finish_turn(*self._receive_turn(t, number))
         self._observation = self.base_env.observe()
         self._remember()
 
