@@ -5,6 +5,7 @@ Until the first task of the chain is done a controller acts in the policy's plac
 
 import json
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +22,7 @@ from vla_common import keys
 from vla_common.texts import to_strings
 from vla_envs.calvin import chains
 from vla_envs.calvin.spec import spoken
+from vla_envs.workers.pool import WorkerPool
 from vla_policies import OpenVLAOFT, Pi0
 
 pytestmark = pytest.mark.skipif(
@@ -48,10 +50,15 @@ def hydra():
 
 
 @pytest.fixture
-def one_chain(tmp_path):
-    file = tmp_path / "chains.json"
-    file.write_text(json.dumps([CHAIN]))
-    return f"env.chains_file={file}"
+def one_chain(monkeypatch):
+    """Let every episode be the published chain :data:`CHAIN`, whatever trial was drawn."""
+    number, begin = chains.published_chains().index(CHAIN), WorkerPool._restore_send
+
+    def restore_send(pool, running):
+        episodes = {slot: (replace(episode, trial_id=number), done) for slot, (episode, done) in running.items()}
+        return begin(pool, episodes)
+
+    monkeypatch.setattr(WorkerPool, "_restore_send", restore_send)
 
 
 def checkpoint(family, folder):
@@ -110,9 +117,10 @@ def check_prompts(decisions):
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("experiment", "family"), some(EXPERIMENTS.items(), 2))
-def test_experiments_train_and_follow_the_instruction(experiment, family, one_chain, acting, tmp_path):
+@pytest.mark.usefixtures("one_chain")
+def test_experiments_train_and_follow_the_instruction(experiment, family, acting, tmp_path):
     name = "grpo" if family == "openvla_oft" else "ppo"
-    small = [f"experiment={experiment}", checkpoint(family, tmp_path / "checkpoint"), one_chain, *TRAINING]
+    small = [f"experiment={experiment}", checkpoint(family, tmp_path / "checkpoint"), *TRAINING]
     if name == "grpo":
         small += [*OFT, "group_size=2", "collector.groups=1", "collector.max_groups=1", "update.minibatches=2"]
         small += ["env.id=calvin/D", "env.sentences=training"]  # where the button is known
@@ -141,8 +149,9 @@ def test_experiments_train_and_follow_the_instruction(experiment, family, one_ch
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(("experiment", "family"), some(EXPERIMENTS.items(), 2))
-def test_experiments_evaluate_and_follow_the_instruction(experiment, family, one_chain, acting, tmp_path):
-    small = [f"experiment={experiment}", checkpoint(family, tmp_path / "checkpoint"), one_chain, *SIMULATOR]
+@pytest.mark.usefixtures("one_chain")
+def test_experiments_evaluate_and_follow_the_instruction(experiment, family, acting, tmp_path):
+    small = [f"experiment={experiment}", checkpoint(family, tmp_path / "checkpoint"), *SIMULATOR]
     small += ["policy.num_action_chunks=5"]
     if family == "openvla_oft":
         small += OFT

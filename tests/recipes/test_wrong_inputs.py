@@ -3,7 +3,6 @@
 The line says what is wrong, what would be right, and what to type; where no words are given it has Hydra's.
 """
 
-import json
 import os
 import re
 import shutil
@@ -19,7 +18,6 @@ from running import recipe_here
 from vla_algos.run import program
 from vla_algos.run.checkpoints import CheckpointError
 from vla_common.program import FAILED, INTERRUPTED, WRONG_USE, one_line, report
-from vla_envs.calvin.chains import published_chains
 from vla_policies import SmallVLA, SmallVLAConfig
 from vla_policies.tiny import make_tiny
 
@@ -147,7 +145,6 @@ SHORT = {
     "libero": "env=libero eval.trials=null",
     "calvin": "env=calvin env.id=calvin/open_drawer",
     "lh-mtlc": "env=calvin_lh_mtlc demonstrations.episodes=0",
-    "chains": "{place}/chains.json",
     "robotwin": "env=robotwin demonstrations.episodes=0",
     "plate": "env=maniskill_small demonstrations.episodes=0",
     "pi0": "policy=pi0 policy.checkpoint={place}/pi0",
@@ -181,7 +178,7 @@ EVALUATED = [  # on another suite than the one trained on
     ("ppo eval.sampled=true eval.temperature=0", r"eval\.temperature=0: must be greater than 0"),
     ("evaluate policy.checkpoint={place}/small eval.env.id=metaworld/MT50", ""),
 ]
-CALVIN = [  # {calvin} is a task alone, {chains} a file of one chain
+CALVIN = [  # {calvin} is a task alone
     ("ppo {calvin} env.id=calvin/E", "unknown CALVIN suite or task 'E'; known are lh-mtlc, A, B"),
     ("ppo {calvin} env.id=calvin/open_drawr", r"unknown CALVIN suite or task 'open_drawr'; did you mean open_drawer"),
     ("ppo {calvin} env.id=calvin/D+open_drawer", "joins scenes and tasks; type calvin/ABC for scenes, scene=A for"),
@@ -196,13 +193,10 @@ CALVIN = [  # {calvin} is a task alone, {chains} a file of one chain
         "relative_reward=True: .* leave relative_reward out",
     ),
     ("ppo {calvin} env.chains=published", "chains=published is for training in scenes such as calvin/D"),
-    ("ppo {calvin} env.id=calvin/D env.chains_file={chains}", "type chains=published too, or calvin/lh-mtlc"),
     ("ppo {calvin} env.id=calvin/D", "calvin/D has no scripted expert, .*type demonstrations.episodes=0"),
     ("sft {calvin} env.id=calvin/open_drawer+stack_block", r"calvin/open_drawer\+stack_block has no scripted expert"),
     ("ppo {lh-mtlc} env.max_episode_steps=1801", "has 360 steps for each of 5 tasks; type less than 1800 to cut"),
-    ("ppo {lh-mtlc} env.chains_file=/nope.json", r"chains_file=/nope\.json: is not a file of chains .*No such file"),
-    ("ppo {lh-mtlc} env.chains_file={place}/file", "file: is not a file of chains .*it takes a list of"),
-    ("ppo {lh-mtlc} env.chains_file={chains} eval.trials=2", "has 1 initial states per task, got trials=2; take fewer"),
+    ("ppo {lh-mtlc} eval.trials=1001", "has 1000 initial states per task, got trials=1001; take fewer"),
 ]
 ROBOTWIN = [
     (
@@ -276,7 +270,6 @@ def place(tmp_path_factory):
     make_checkpoint(folder / "openvla")
     make_pi0_checkpoint(folder / "pi0", horizon=50)
     make_wrong_smolvla(make_tiny("smolvla_metaworld", folder / "smolvla"))
-    (folder / "chains.json").write_text(json.dumps(published_chains()[:1]))
     return folder
 
 

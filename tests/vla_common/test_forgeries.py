@@ -44,7 +44,6 @@ from vla_common.checksums import SUMS, ChecksumError, identity, read_checksums, 
 from vla_common.plain import read_yaml
 from vla_common.tensor_files import load_tensors
 from vla_envs import Episode
-from vla_envs.calvin.chains import published_chains
 from vla_envs.robotwin.world import _read_settings
 from vla_from_rlinf.reading import read_configuration
 from vla_policies import SmallVLA, SmallVLAConfig, load_policy
@@ -115,9 +114,6 @@ def pristine(tmp_path_factory):
     text = "runner: {task_type: embodied, seed: '${oc.env:FORGED_SECRET}'}\nenv: {train: {total: 1}}\n"
     (place / "rlinf" / "run.yaml").write_text(text)
     make_robotwin(place / "robotwin")
-    (place / "chains").mkdir()
-    chains = [list(chain) for chain in published_chains()[:1]]
-    (place / "chains" / "chains.json").write_text(json.dumps(chains))
     return place
 
 
@@ -193,7 +189,6 @@ READERS = {  # by the file
     "rlinf/run.yaml": lambda folder: read_configuration(folder / "run.yaml"),
     "robotwin/task_config/demo.yml": read_robotwin,
     "robotwin/arm/config.yml": read_robotwin,
-    "chains/chains.json": lambda folder: published_chains(str(folder / "chains.json")),
 }
 
 

@@ -76,7 +76,7 @@ class CalvinSimulator:
     def _chain_of(self, episode: Episode, letter: str) -> tuple[Any, tuple[str, ...]]:
         if not self.spec.options["published"]:
             return draw_chain(episode.seed, ord(letter), episode.trial_id)
-        chains = published_chains(self.spec.options["chains_file"])
+        chains = published_chains()
         if episode.trial_id >= len(chains):
             raise ValueError(f"{self.spec.id} has chains 0 to {len(chains) - 1}, got trial_id={episode.trial_id}")
         return chains[episode.trial_id]

@@ -22,7 +22,7 @@ import numpy as np
 
 from vla_common.errors import unknown_name
 from vla_common.settings import Count, Pixels, checked
-from vla_envs.calvin.chains import LENGTH, PUBLISHED, published_chains, tasks
+from vla_envs.calvin.chains import LENGTH, PUBLISHED, tasks
 from vla_envs.calvin.expert import expert_tasks
 from vla_envs.calvin.package import CHECKOUT
 from vla_envs.calvin.scenes import FIXES, SCENES
@@ -64,7 +64,6 @@ def make_spec(
     *,
     scene: str | None = None,
     chains: Literal["drawn", "published"] | None = None,
-    chains_file: str | None = None,
     sentences: Literal["validation", "training"] | None = None,
     max_episode_steps: Count | None = None,
     image_size: Pixels = IMAGE_SIZE,
@@ -82,7 +81,6 @@ def make_spec(
             episode is in is then drawn from its seed.
         chains: in training ``"drawn"`` ones, another for each episode, or the 1000 ``"published"`` ones of the
             evaluation, as RLinf trains on; the evaluation has these.
-        chains_file: a file with other chains in place of the published ones.
         sentences: ``"validation"``, one for each task; ``"training"``: one of about eleven is drawn. ``None``:
             validation, and training for chains in A, B and C, and in all four, as RLinf has it.
         max_episode_steps: horizon of an episode; ``None`` for 480 in training, 360 for a task, and 1800 in the
@@ -95,7 +93,9 @@ def make_spec(
         path: a checkout of calvin_env; ``None`` looks for it, see :data:`vla_envs.calvin.package.CHECKOUT`.
     """
     kind, scenes, names = _parts(suite, scene)
-    number = _published(kind, suite, chains, chains_file)
+    if kind != "chain" and chains is not None:
+        raise ValueError(f"chains={chains} is for training in scenes such as calvin/D; calvin/{suite} has its own")
+    number = PUBLISHED if kind == EVALUATION or chains == "published" else None
     usual = "training" if kind == "chain" and {*"ABC"} <= {*scenes} else "validation"
     said = usual if sentences is None else sentences
     steps = _HORIZONS[kind] if max_episode_steps is None else max_episode_steps
@@ -110,7 +110,6 @@ def make_spec(
         (steps, _HORIZONS[kind], HORIZON),
         (scenes if kind == EVALUATION else "D", "D", "scene {value} instead of {usual}"),
         (said, usual, "{value} sentences instead of {usual} ones"),
-        (chains_file, None, f"{number} chains of {{value}}"),
         ((image_size,) * 2, (IMAGE_SIZE,) * 2, PIXELS),
         (wrist_camera, True, "no camera in the hand"),
         (kind == EVALUATION, False, _CONTACTS),
@@ -142,7 +141,6 @@ def make_spec(
             "kind": kind,
             "scenes": scenes,
             "published": number is not None,
-            "chains_file": chains_file,
             "sentences": said,
             "scene_fixes": scene_fixes,
             "renderer": drawer,
@@ -171,16 +169,6 @@ def _parts(suite: str, asked: str | None) -> tuple[str, str, tuple[str, ...]]:
             raise unknown_name("CALVIN suite or task", name, suites(), example="calvin/D")
     check_once("CALVIN", suite, names)
     return "task", scene, names
-
-
-def _published(kind: str, suite: str, chains: str | None, chains_file: str | None) -> int | None:
-    if kind != "chain" and chains is not None:
-        raise ValueError(f"chains={chains} is for training in scenes such as calvin/D; calvin/{suite} has its own")
-    if kind == EVALUATION or chains == "published":
-        return len(published_chains(chains_file))
-    if chains_file is not None:
-        raise ValueError("chains_file replaces the published chains; type chains=published too, or calvin/lh-mtlc")
-    return None
 
 
 def _are_scenes(letters: object) -> bool:

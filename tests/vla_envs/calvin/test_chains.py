@@ -1,7 +1,6 @@
 """CALVIN without its simulator: conditions, chains, initial states, names and options."""
 
 import collections
-import json
 
 import numpy as np
 import pytest
@@ -10,6 +9,16 @@ from vla_envs import evaluation_episodes, make_env, make_spec
 from vla_envs.calvin import chains, states
 from vla_envs.calvin.scenes import CABINET_SHIFT, TABLE_SHIFT
 from vla_envs.calvin.spec import all_sentences
+
+
+def is_chain(condition, names):
+    """Tell whether five tasks are possible one after the other in one way each, and no two are of a category."""
+    for name in names:
+        after = chains.outcomes(condition, name)
+        if len(after) != 1:
+            return False
+        condition = after[0]
+    return len(names) == chains.LENGTH == len({chains.tasks()[name] for name in names})
 
 
 def test_there_are_192_conditions_and_34_tasks():
@@ -23,16 +32,19 @@ def test_the_published_chains_are_chains_and_the_published_procedure_draws_the_f
     published = chains.published_chains()
     assert len(published) == chains.PUBLISHED
     assert len({(tuple(condition.items()), names) for condition, names in published}) == chains.PUBLISHED
+    assert all(is_chain(*chain) for chain in published)
+    ours = {tuple(condition.items()) for condition in chains.conditions()}  # their order decides how blocks lie
+    assert {tuple(condition.items()) for condition, _ in published} <= ours
     # calvin_agent's procedure for condition 0 with seed 0: five different tasks, drawn until they are a chain.
     condition, random = chains.conditions()[0], np.random.RandomState(0)
-    while chains._why_no_chain(condition, drawn := tuple(random.choice(list(chains.tasks()), 5, replace=False))):
+    while not is_chain(condition, drawn := tuple(random.choice(list(chains.tasks()), 5, replace=False))):
         pass
     assert any(dict(start) == dict(condition) and names == drawn for start, names in published)
 
 
 def test_drawn_chains_are_as_likely_as_published_ones():
     drawn = [chains.draw_chain(0, number) for number in range(1000)]
-    assert not any(chains._why_no_chain(*chain) for chain in drawn)
+    assert all(is_chain(*chain) for chain in drawn)
     assert drawn[:3] == [chains.draw_chain(0, number) for number in range(3)]
     count = collections.Counter(name for _, names in drawn for name in names)
     published = collections.Counter(name for _, names in chains.published_chains() for name in names)
@@ -118,7 +130,6 @@ def test_names_and_what_they_say():
         ("A", {"scene": "D"}, "scene=D: calvin/A says by its name where it is; type calvin/D"),
         ("lh-mtlc", {"chains": "drawn"}, "has its own"),
         ("lh-mtlc", {"max_episode_steps": 1801}, "360 steps for each of 5 tasks"),
-        ("D", {"chains_file": "x.json"}, "type chains=published too"),
         ("D", {"sentences": "both"}, "sentences=both: must be 'validation' or 'training'"),
         ("D", {"scene_fixes": "no"}, "must be a valid boolean"),
         ("D+open_drawer", {}, "joins scenes and tasks; type calvin/ABC for scenes, scene=A for tasks"),
@@ -130,7 +141,6 @@ def test_names_and_what_they_say():
         ("D", {"image_size": 100_000}, "image_size=100000: must be less than"),
         ("D", {"renderer": "eg"}, "did you mean egl"),
         ("D", {"pth": "x"}, "did you mean path"),
-        ("lh-mtlc", {"chains_file": "/nowhere.json"}, "is not a file of chains .*No such file"),
     ],
 )
 def test_what_cannot_be_is_one_line(suite, options, message):
@@ -146,46 +156,6 @@ def test_what_is_paid_once_is_not_paid_as_a_change():
         assert "\n" not in str(raised.value)
 
 
-def _first(**changes):
-    condition, names = chains.published_chains()[0]
-    return [[{**condition, **changes.get("condition", {})}, changes.get("names", list(names))]]
-
-
-NAMES = list(chains.published_chains()[0][1])
-DAMAGED = [  # what the file has, and what is said of it
-    ("", "is not a file of chains"),
-    ("[", "is not a file of chains"),
-    ("null", "is not a file of chains"),
-    ("[[1, 2]]", "is not a file of chains"),
-    ("[]", "has no chains"),
-    (_first(names=NAMES[:4]), "it has 4 tasks instead of 5"),
-    (_first(names=[*NAMES[:4], "turn_of_led"]), "unknown task 'turn_of_led'; did you mean turn_off_led"),
-    (_first(names=[*NAMES[:4], ["turn_off_led"]]), "is no task"),
-    (_first(names=[*NAMES[:4], NAMES[0]]), "are of one category"),
-    (_first(names=NAMES[::-1]), "place_in_slider, its task 2, is not possible then"),
-    (_first(condition={"led": 7}), "its condition is not one of the 192"),
-    (_first(condition={"lamp": 0}), "its condition is not one of the 192"),
-]
-
-
-@pytest.mark.parametrize(("content", "message"), DAMAGED, ids=lambda value: "")
-def test_a_damaged_file_of_chains_is_refused(tmp_path, content, message):
-    file = tmp_path / "chains.json"
-    file.write_text(content if isinstance(content, str) else json.dumps(content))
-    with pytest.raises(ValueError, match=message) as raised:
-        make_spec("calvin/lh-mtlc", chains_file=str(file))
-    assert "\n" not in str(raised.value)
-    assert "it takes a list of" in str(raised.value)
-
-
-def test_a_file_of_chains_may_be_short_and_in_any_order(tmp_path):
-    (condition, names), file = chains.published_chains()[0], tmp_path / "chains.json"
-    file.write_text(json.dumps([[dict(reversed(condition.items())), names]]))
-    spec = make_spec("calvin/lh-mtlc", chains_file=str(file))
-    assert spec.trials == 1
-    (found,) = chains.published_chains(str(file))
-    assert str(found[0].values()) == str(condition.values())  # which is what its initial state is drawn from
-    with pytest.raises(ValueError, match=r"has 1 initial states per task, got trials=2; take fewer"):
-        evaluation_episodes(spec, trials=2)
+def test_there_are_1000_published_chains():
     with pytest.raises(ValueError, match=r"has 1000 initial states per task, got trials=1001"):
         evaluation_episodes(make_spec("calvin/lh-mtlc"), trials=1001)
