@@ -12,7 +12,7 @@ from annotated_types import Gt, MinLen
 from vla_common.settings import Count, Factor, Length, Positive, Seed, Whole, checked, setting_types
 from vla_envs.env import VLAEnv
 from vla_envs.episodes import EpisodeQueue, EpisodeSampler
-from vla_envs.registry import check_options, find_benchmark, make_spec, option_types, refuse_options
+from vla_envs.registry import check_options, find_benchmark, make_spec, option_types
 from vla_envs.rendering.gpus import check_gpus
 from vla_envs.simulator import SimulatorSpec
 from vla_envs.workers.chunks import check_chunk_size
@@ -107,12 +107,9 @@ def check_env(
     **options: Any,
 ) -> SimulatorSpec:
     """Refuse what :func:`make_env` refuses on every machine, with a ``ValueError``; returns what would be simulated."""
-    if isinstance(id, SimulatorSpec):
-        refuse_options(id, options)
-        spec = id
-    else:
+    if isinstance(id, str):
         check_options(find_benchmark(id)[0], options, _own_types())
-        spec = make_spec(id, **options)
+    spec = make_spec(id, **options)
     if relative_reward and spec.pays_once:
         raise ValueError(
             f"relative_reward=True: {spec.id} pays once for what is done, and would take it back with the next action; "

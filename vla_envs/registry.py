@@ -116,12 +116,22 @@ def list_envs() -> list[str]:
     return names
 
 
-def make_spec(id: str, *, stress: Mapping[Kind, Fraction] | None = None, **options: Any) -> SimulatorSpec:
+def make_spec(
+    id: str | SimulatorSpec, *, stress: Mapping[Kind, Fraction] | None = None, **options: Any
+) -> SimulatorSpec:
     """Describe an environment, such as ``"metaworld/MT50"`` of :func:`list_envs`, without starting its simulator.
 
     ``stress`` is an option of every benchmark, see :func:`~vla_envs.stress.stressed`. ``ValueError`` for an unknown
-    benchmark, suite, task or option, with the nearest names; or a value that cannot be.
+    benchmark, suite, task or option, with the nearest names; or a value that cannot be. A finished description stays
+    as it is, and takes no options.
     """
+    if isinstance(id, SimulatorSpec):
+        if names := ", ".join([*options, *(["stress"] if stress else [])]):
+            raise ValueError(
+                f"{names} cannot be set beside the SimulatorSpec of {id.id}, which is complete; change it with "
+                "dataclasses.replace, or name the environment"
+            )
+        return id
     benchmark, suite = find_benchmark(id)
     check_options(benchmark, options)
     types = option_types(benchmark)
@@ -133,15 +143,6 @@ def make_spec(id: str, *, stress: Mapping[Kind, Fraction] | None = None, **optio
             f"{id}: {error}; see help({benchmark.make_spec.__module__}.make_spec) for its options"
         ) from error
     return stressed(spec, stress)
-
-
-def refuse_options(spec: SimulatorSpec, options: Iterable[str]) -> None:
-    """Refuse (ValueError) settings beside a specification, which has them already."""
-    if names := ", ".join(options):
-        raise ValueError(
-            f"{names} cannot be set beside the SimulatorSpec of {spec.id}, which is complete; change it with "
-            "dataclasses.replace, or name the environment"
-        )
 
 
 def find_benchmark(id: str) -> tuple[Benchmark, str]:

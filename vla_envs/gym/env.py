@@ -16,7 +16,7 @@ from vla_common import keys
 from vla_common.errors import unknown_name
 from vla_common.settings import Count, Length, checked
 from vla_envs.actions import refuse_actions
-from vla_envs.registry import describe_error, find_benchmark, make_spec, option_types, refuse_options
+from vla_envs.registry import describe_error, find_benchmark, make_spec, option_types
 from vla_envs.simulator import Episode, Simulator, SimulatorSpec, is_whole_number
 from vla_envs.workers.answers import check_observation, remark_of
 from vla_envs.workers.chunks import check_chunk_size, run_chunk
@@ -183,20 +183,16 @@ class SimulatorEnv(gymnasium.Env):
 
 
 def resolve_spec(name: str | SimulatorSpec, horizon: int | None, options: dict[str, Any]) -> SimulatorSpec:
-    """Describe the simulator of a name; a finished description has its options already.
+    """Describe the simulator of a name.
 
     TorchRL's ``GymEnv`` tries ``frameskip`` first, and leaves it out when a ``TypeError`` refuses it in these words.
     """
     if "frameskip" in options:
         raise TypeError("unexpected keyword argument 'frameskip'")
-    if isinstance(name, SimulatorSpec):
-        refuse_options(name, options)
-        spec = name
-    else:
-        if horizon is not None:  # as an option, where there is one: it is among the deviations from the protocol
-            known = option_types(find_benchmark(name)[0])
-            options.update({option: horizon for option in _HORIZONS if option in known})
-        spec = make_spec(name, **options)
+    if isinstance(name, str) and horizon is not None:  # as an option, where there is one: it is a deviation
+        known = option_types(find_benchmark(name)[0])
+        options.update({option: horizon for option in _HORIZONS if option in known})
+    spec = make_spec(name, **options)
     return spec if horizon is None else replace(spec, max_episode_steps=horizon)
 
 
