@@ -69,9 +69,6 @@ class Worker:
                 texts[slot] = action(slot, item)
                 if remark := remark_of(self.simulators[slot]):
                     remarks[slot] = remark
-            except WrongAnswer as error:
-                errors[slot] = str(error)
-                self._drop(slot)
             except (Exception, SystemExit) as error:
                 errors[slot] = _format(error)
                 self._drop(slot)
@@ -128,7 +125,9 @@ class Worker:
 
 
 def _format(error: BaseException) -> str:
-    """Return a traceback that begins where ours ends: in the simulator's own code."""
+    """Return a traceback that begins where ours ends: in the simulator's own code; of a wrong answer the message."""
+    if isinstance(error, WrongAnswer):
+        return str(error)
     where = error.__traceback__
     while where is not None and where.tb_next and where.tb_frame.f_globals["__name__"] in _OURS:
         where = where.tb_next
