@@ -14,7 +14,7 @@ import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ _MODULES = {
     **{name: name for name in ("sapien", "toppra", "transforms3d", "trimesh", "h5py", "scipy", "imageio")},
     **{"cv2": "opencv-python", "yaml": "pyyaml"},
 }
+check_modules = partial(check_installed, "RoboTwin", _MODULES, VERSIONS, INSTALL)
 _PACKS = ("robotwin", "robotwin/data", "robotwin/objects_standin")  # folders around assets/
 _STANDIN = "STANDIN.json"  # in a folder that does not have the benchmark's own objects and arms
 _PLACE = re.compile(r"\{([A-Za-z])\}")  # in a pattern of sentences
@@ -171,11 +172,6 @@ def check_packages(
     if missing := missing_assets(assets, tasks, arms, checkout):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise FileNotFoundError(f"{assets} lacks {missing[0]}{more}; type: {HOW_TO_FETCH}")
-
-
-def check_modules() -> None:
-    """Check that the packages from PyPI are there, without importing them."""
-    check_installed("RoboTwin", _MODULES, VERSIONS, INSTALL)
 
 
 @dataclass(frozen=True)

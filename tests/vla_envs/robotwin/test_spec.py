@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -254,13 +255,20 @@ def test_incomplete_assets_are_one_line_that_says_what_to_type(folders, monkeypa
         package.find_assets()
 
 
-def test_missing_packages_and_other_versions(monkeypatch):
-    monkeypatch.setattr(package, "_MODULES", {"no_such_module": "no-such-package"})
-    with pytest.raises(ModuleNotFoundError, match="RoboTwin needs no-such-package, not installed; type: pip install"):
+def test_missing_packages_and_other_versions():
+    modules = mock.patch.dict(package._MODULES, {"no_such_module": "no-such-package"}, clear=True)
+    with (
+        modules,
+        pytest.raises(ModuleNotFoundError, match="RoboTwin needs no-such-package, not installed; type: pip install"),
+    ):
         package.check_modules()
-    monkeypatch.setattr(package, "_MODULES", {})
-    monkeypatch.setattr(package, "VERSIONS", {"numpy": "0.1"})
-    with pytest.raises(RuntimeError, match=r"RoboTwin's episodes belong to numpy 0.1, there is .*; type: pip install"):
+    modules = mock.patch.dict(package._MODULES, clear=True)
+    versions = mock.patch.dict(package.VERSIONS, {"numpy": "0.1"}, clear=True)
+    with (
+        modules,
+        versions,
+        pytest.raises(RuntimeError, match=r"RoboTwin's episodes belong to numpy 0.1, there is .*; type: pip install"),
+    ):
         package.check_modules()
 
 
