@@ -8,11 +8,12 @@ of the blocks, run on fake tensors.
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -42,17 +43,6 @@ class ParamGroup:
     lowered: int
     trained: int = 0
     gradients: int = 0
-
-    @classmethod
-    def of(cls, parameters: Iterable[tuple[int, int, bool, bool]]) -> "ParamGroup":
-        """Add up ``(count, bytes of each, trained, stays in that precision)``."""
-        weights = lowered = trained = gradients = 0
-        for count, size, is_trained, stays in parameters:
-            low = size if stays else min(size, _BFLOAT16)
-            weights, lowered = weights + count * size, lowered + count * low
-            if is_trained:
-                trained, gradients = trained + count, gradients + count * low
-        return cls(weights, lowered, trained, gradients)
 
     def gathered(self, compute: bool, training: bool = False) -> int:
         """Return bytes while the group is gathered: ``compute`` in bfloat16, ``training`` with gradients."""
@@ -133,11 +123,13 @@ def group_parameters(
     ``stays`` tells of a parameter's name whether it is float32 whatever the others are in.
     """
     found = [prefix for prefix, _ in blocks_of(module)] if blocks else []
-    entries: dict[str, list[tuple[int, int, bool, bool]]] = {prefix: [] for prefix in ("", *found)}
+    sums = {prefix: np.zeros(4, np.int64) for prefix in ("", *found)}
     owner = {f"{block}.{name}": block for block in found for name, _ in module.get_submodule(block).named_parameters()}
     for name, each in module.named_parameters():
-        entries[owner.get(name, "")].append((each.numel(), each.element_size(), each.requires_grad, stays(name)))
-    return [ParamGroup.of(each) for each in entries.values()]
+        size, trained = each.element_size(), each.requires_grad
+        low = size if stays(name) else min(size, _BFLOAT16)
+        sums[owner.get(name, "")] += each.numel() * np.array([size, low, trained, trained * low])
+    return [ParamGroup(*each.tolist()) for each in sums.values()]
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,9 @@ def openvla(full):
     size, adapters = (4, 0) if full else (2, ADAPTERS / 32)
 
     def group(count):
-        return ParamGroup.of([(count, size, full, False), (adapters if count == BLOCK else 0, 4, True, True)])
+        own = adapters if count == BLOCK else 0  # in float32
+        sizes = size * count + 4 * own, 2 * count + 4 * own
+        return ParamGroup(*sizes, trained=full * count + own, gradients=2 * full * count + 4 * own)
 
     rest, vision = group(REST), group((BASE - REST - 32 * BLOCK) / IN_VISION)
     return [rest, *(group(BLOCK) for _ in range(32)), *(vision for _ in range(IN_VISION))]
