@@ -6,7 +6,7 @@ its modules run and frees them afterwards; :meth:`vla_policies.policy.VLAPolicy.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,8 +192,7 @@ def _register(policy: nn.Module, name: str) -> None:
 
 
 def _tensors(distribution: Distribution) -> Iterator[Tensor]:
-    values: Iterable[Any] = vars(distribution).values()
-    for value in values:
+    for value in vars(distribution).values():
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, Distribution):

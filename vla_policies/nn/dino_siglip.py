@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from vla_policies.nn.blocks import Mlp, run_block
+from vla_policies.nn.blocks import Mlp, count_layers, run_block
 
 PREFIX = "vision_backbone."
 BACKBONES = ("featurizer", "fused_featurizer")
@@ -57,14 +57,13 @@ class TransformerConfig:
     @classmethod
     def from_shapes(cls, shapes: Mapping[str, Sequence[int]], heads: int, prefix: str) -> "TransformerConfig":
         """Read the sizes from the shapes of tensors ``prefix...``; ValueError if one that tells a size is missing."""
-        blocks = {int(found[1]) for name in shapes if (found := re.match(re.escape(prefix) + r"blocks\.(\d+)\.", name))}
         try:
             _, num_patches, dim = shapes[f"{prefix}pos_embed"]
             registers = shapes[f"{prefix}reg_token"][1] if f"{prefix}reg_token" in shapes else 0
             film = shapes.get(f"{prefix}blocks.0.scale.weight")
             return cls(
                 dim=dim,
-                depth=len(blocks),
+                depth=count_layers(shapes, f"{prefix}blocks."),
                 heads=heads,
                 mlp_dim=shapes[f"{prefix}blocks.0.mlp.fc1.weight"][0],
                 registers=registers if f"{prefix}cls_token" in shapes else None,
