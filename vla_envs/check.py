@@ -50,7 +50,11 @@ def check_simulator(id: str | SimulatorSpec, *, say: Callable[[str], object] | N
         ValueError: an unknown name, or worlds that are simulated all together (``SimulatorSpec.batched``).
         Exception: what the simulator's own ``check`` says that this machine lacks.
     """
-    spec, say = _described(id), say or (lambda _: None)
+    if isinstance(id, str) and "/" not in id:
+        id = f"{id}/{next(iter(get_benchmark(id).suites()))}"
+    spec, say = make_spec(id), say or (lambda _: None)
+    if spec.batched:
+        raise ValueError(f"{spec.id} simulates all worlds together, outside of worker processes; check it without that")
     most = max(1, spec.max_episode_steps // 2)  # two decisions: Gymnasium wants episodes of more than one
     chunk = min(_CHUNK if spec.control_frequency else _MOTION, most)
     try:
@@ -65,14 +69,6 @@ def check_simulator(id: str | SimulatorSpec, *, say: Callable[[str], object] | N
         except Exception as error:
             problems.append(f"{spec.id}: {name}: {one_line(describe_error(error))}")
     return tuple(problems)
-
-
-def _described(id: str | SimulatorSpec) -> SimulatorSpec:
-    if isinstance(id, str):
-        id = make_spec(id if "/" in id else f"{id}/{next(iter(get_benchmark(id).suites()))}")
-    if id.batched:
-        raise ValueError(f"{id.id} simulates all worlds together, outside of worker processes; check it without that")
-    return id
 
 
 def _run_episodes(spec: SimulatorSpec, chunk: int, say: Callable[[str], object]) -> list[str]:

@@ -137,6 +137,5 @@ def _continuations(
 @cache
 def published_chains() -> tuple[tuple[Condition, tuple[str, ...]], ...]:
     """Read the 1000 chains of the published evaluation, with entries of conditions in the order of ours."""
-    return tuple(
-        (condition, tuple(names)) for condition, names in read_json(Path(__file__).with_name("chains.json"), list)
-    )
+    chains = read_json(Path(__file__).with_name("chains.json"), list)
+    return tuple((condition, tuple(names)) for condition, names in chains)
