@@ -28,7 +28,7 @@ from vla_common.checksums import SUMS, ChecksumError, digest, verify_checksums, 
 from vla_common.tensor_files import not_finite
 from vla_policies.checkpoint.parts import own_part, write_safetensors
 
-_FORMAT = "vla-torchrl training state 8"
+_FORMAT = "vla-torchrl training state 9"
 _FILE, _TENSORS, _POLICY = "training.json", "tensors", "policy"
 _KINDS = {"step": int, "processes": int, "state": dict}  # of what is in it, beside the format
 _STEP = re.compile(r"step_(\d+)")

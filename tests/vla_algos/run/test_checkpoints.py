@@ -453,8 +453,8 @@ def test_what_is_not_finite_is_not_saved(what, tmp_path):
 
 
 def test_another_format_says_which_version_reads_it(tmp_path):
-    (tmp_path / "training.json").write_text('{"format": "vla-torchrl training state 9", "step": 1, "state": {}}')
-    with pytest.raises(CheckpointError, match=r"is a 'vla-torchrl training state 9', .*resume with the version"):
+    (tmp_path / "training.json").write_text('{"format": "vla-torchrl training state 1", "step": 1, "state": {}}')
+    with pytest.raises(CheckpointError, match=r"is a 'vla-torchrl training state 1', .*resume with the version"):
         open_checkpoint(tmp_path)
 
 
