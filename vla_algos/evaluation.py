@@ -340,6 +340,8 @@ def evaluate(
     _warn_of_other_training(policy, spec)
     wanted = list(episodes)
     places = range(len(wanted)) if indices is None else indices
+    if len(places) != len(wanted):
+        raise ValueError(f"there are {len(places)} indices for {len(wanted)} episodes; give one for each")
     recorded = set(places[:record])
     shots: dict[int, list[tuple[np.ndarray, str]]] = {}
     results: dict[int, EpisodeResult] = {}

@@ -31,8 +31,7 @@ class Samples:
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, str):
-            entry = self.data[index]
-            return entry if self.rows is None else entry[self.rows]
+            return self.data[index] if self.rows is None else self.data.select(index)[self.rows][index]
         return self.data[index if self.rows is None else self.rows[index]]
 
     def __contains__(self, key: str) -> bool:

@@ -198,7 +198,7 @@ def _check_requirement(requirement: "Requirement", pip: str) -> Finding:
 def check_entry_point(benchmark: Benchmark) -> list[Finding]:
     """Import the simulator class of a benchmark's first environment as a worker does; a finding if that fails."""
     spec = benchmark.make_spec(next(iter(benchmark.suites())))
-    code = f"from pkgutil import resolve_name\nresolve_name({spec.entry_point!r})"
+    code = f"from pkgutil import resolve_name\nassert callable(resolve_name({spec.entry_point!r}))"
     ok, detail = run_probe(code, {"MUJOCO_GL": "off", "PYTHONPATH": import_path()})
     remedy = 'entry_point="module:Class" of its SimulatorSpec has to name a class that can be imported'
     typed = remedy_for(ok, detail, remedy)

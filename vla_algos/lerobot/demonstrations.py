@@ -245,9 +245,7 @@ class _Rows:
         found._makers = {name: self._makers[name] for name in names}
         return found
 
-    def __getitem__(self, index: str | Tensor) -> Any:
-        if isinstance(index, str):
-            return torch.as_tensor(self._makers[index](np.arange(len(self))))
+    def __getitem__(self, index: Tensor) -> TensorDict:
         frames = index.numpy()
         return TensorDict({name: torch.as_tensor(make(frames)) for name, make in self._makers.items()}, [len(frames)])
 

@@ -335,6 +335,8 @@ OPENPI = "libero_10_ppo_openpi"
         ({"actor__model__model_type": "gr00t"}, "known are openvla, openvla_oft, openpi"),
         ({"algorithm__loss_type": "embodied_sac"}, "algorithm.loss_type=embodied_sac"),
         ({"algorithm__adv_type": "reinpp"}, "algorithm.adv_type=reinpp"),
+        ({"actor__model__openpi__noise_anneal": True}, "there is no annealing here; leave it out"),
+        ({"actor__model__openpi__ignore_last": True}, "any step may be the stochastic one; leave it out"),
         ({"algorithm__loss_type": "actor"}, "goes with algorithm.adv_type=grpo"),
         ({"algorithm__gamma": "${oc.env:GAMMA}"}, "algorithm.gamma=${oc.env:GAMMA}: only references"),
         ({"algorithm__gamma": "${algorithm.discount}"}, "write the value there"),

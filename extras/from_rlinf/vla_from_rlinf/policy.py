@@ -122,9 +122,9 @@ def _read_flow(keys: Keys, *, critic: bool) -> None:
     keys.put("policy.train_expert_only", keys.flag, f"{_PI}train_expert_only", False)
     _read_noise(keys)
     keys.put("policy.joint_log_prob", keys.flag, f"{_PI}joint_logprob", False)
-    if keys.flag(f"{_PI}ignore_last", False):
+    if keys.flag(f"{_PI}ignore_last", False) and keys.settings.get("policy.method") != "flow_cps":  # never draws it
         raise keys.error(f"{_PI}ignore_last", "any step may be the stochastic one; leave it out")
-    keys.remark(SAME, [f"{_PI}ignore_last"], "False")
+    keys.remark(SAME, [f"{_PI}ignore_last"], "False, or flow_cps, which never draws the last step")
     if f"{_PI}action_chunk" in keys.values:
         keys.account(f"{_PI}action_chunk", "policy.num_action_chunks")
     _remark_on_unread(keys)

@@ -478,7 +478,7 @@ def test_load_policy_takes_openvla_checkpoints(tmp_path):
 
 @pytest.mark.parametrize("family", ["small", "small_flow"])
 def test_a_folder_that_an_earlier_version_saved_acts_as_it_did(family):
-    """Saved and recorded by the version before the registry (commit a10f296)."""
+    """Recorded by the version before the registry (commit a10f296); settings that are no more were taken out of it."""
     folder = SAVED_BEFORE / family
     policy = load_policy(folder).eval()
     assert policy.family == family
