@@ -120,8 +120,6 @@ def save_heads(folder: Path, heads: Mapping[str, nn.Module], among: Iterable[Ten
 
     Of a sharded policy all processes must call it; ``among`` are its parameters, as it may have no heads.
     """
-    tensors: dict[str, Tensor] = {}
-    for name, module in heads.items():
-        tensors |= {f"{name}.{key}": tensor for key, tensor in module.state_dict().items()}
+    tensors = {f"{name}.{key}": each for name, head in heads.items() for key, each in head.state_dict().items()}
     write_safetensors(folder / HEADS, tensors, among=among)
     return HEADS
