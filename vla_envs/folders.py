@@ -1,7 +1,9 @@
 """What a benchmark needs of a machine: packages in some versions, checkouts of code, folders of assets."""
 
 import hashlib
+import importlib
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -9,6 +11,7 @@ from functools import cache
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 
 def check_installed(benchmark: str, modules: Mapping[str, str], versions: Mapping[str, str], install: str) -> None:
@@ -167,3 +170,18 @@ def digest_of(folder: Path, parts: Sequence[str]) -> str:
 
 
 _digest_of = cache(digest_of)
+
+
+def import_checkout(folder: Path, names: Sequence[str]) -> list[ModuleType]:
+    """Import modules of a checkout; ``ImportError`` if this process has had a package of that name from elsewhere."""
+    sys.path.insert(0, str(folder))  # first: the current folder may have one of that name
+    importlib.invalidate_caches()
+    try:
+        modules = [importlib.import_module(name) for name in names]
+    finally:
+        sys.path.remove(str(folder))
+    for module in modules:
+        if folder not in Path(str(module.__file__)).resolve().parents:
+            package = module.__name__.partition(".")[0]
+            raise ImportError(f"{package} was imported from {module.__file__}, not from {folder}; start a new process")
+    return modules

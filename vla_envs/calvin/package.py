@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from vla_envs.folders import Checkout, check_installed
+from vla_envs.folders import Checkout, check_installed, import_checkout
 
 INSTALL = "make setup  (or: pip install 'vla-torchrl[calvin]')"
 _VERSIONS = {"pybullet": "3.2.7"}  # whose physics and renderer results belong to
@@ -79,19 +79,10 @@ def import_calvin(folder: Path) -> SimpleNamespace:
     """Import the modules of calvin_env that are used from the folder of a checkout."""
     import_pybullet()
     os.environ.setdefault("GIT_PYTHON_REFRESH", "quiet")  # GitPython is imported, git is not needed
-    sys.path.insert(0, str(folder))  # first: the current folder may have one of that name
-    importlib.invalidate_caches()
-    try:
-        package = importlib.import_module("calvin_env")
-        names = ["robot.robot", "robot.mixed_ik", "scene.play_table_scene"]
-        names += ["camera.static_camera", "camera.gripper_camera", "envs.tasks"]
-        modules = {name.partition(".")[2]: importlib.import_module(f"calvin_env.{name}") for name in names}
-    finally:
-        sys.path.remove(str(folder))
-    found = Path(next(iter(package.__path__))).resolve().parent
-    if found != folder:
-        raise ImportError(f"calvin_env was imported from {found} already, not from {folder}; start a new process")
-    return SimpleNamespace(**modules)
+    names = ["robot.robot", "robot.mixed_ik", "scene.play_table_scene"]
+    names += ["camera.static_camera", "camera.gripper_camera", "envs.tasks"]
+    modules = import_checkout(folder, [f"calvin_env.{name}" for name in names])
+    return SimpleNamespace(**{module.__name__.rpartition(".")[2]: module for module in modules})
 
 
 def import_all() -> None:

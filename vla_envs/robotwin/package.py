@@ -10,7 +10,6 @@ import importlib
 import io
 import os
 import re
-import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from vla_common.plain import read_json
-from vla_envs.folders import Checkout, Download, Source, check_installed, find_folder, list_places
+from vla_envs.folders import Checkout, Download, Source, check_installed, find_folder, import_checkout, list_places
 from vla_envs.robotwin.planning import stand_ins
 
 INSTALL = "pip install 'vla-torchrl[robotwin]'  (in a checkout of vla-torchrl: make setup)"
@@ -203,20 +202,9 @@ def import_robotwin(folder: Path, assets: Path) -> RoboTwin:
         raise ImportError(f"this process has RoboTwin with {_imported_assets[0]} already; start a new one for {assets}")
     os.environ["ASSETS_PATH"] = str(assets)
     _imported_assets[:] = [str(assets)]
-    sys.path.insert(0, str(folder))  # first: the current folder may have an envs, too
-    importlib.invalidate_caches()
-    try:
-        with _silence(), stand_ins():
-            base, create = (importlib.import_module(f"envs.{name}") for name in ("_base_task", "utils.create_actor"))
-            sentences = importlib.import_module("description.utils.generate_episode_instructions")
-    finally:
-        sys.path.remove(str(folder))
-    for module in (base, sentences):
-        if folder not in Path(str(module.__file__)).resolve().parents:
-            raise ImportError(
-                f"{module.__name__.partition('.')[0]} was imported from {module.__file__}, not from {folder}; start a "
-                "new process"
-            )
+    names = ["envs._base_task", "envs.utils.create_actor", "description.utils.generate_episode_instructions"]
+    with _silence(), stand_ins():
+        base, create, sentences = import_checkout(folder, names)
     base.torch = types.SimpleNamespace(manual_seed=lambda seed: None)  # type: ignore[attr-defined]  # its one use
     _patch_transforms3d()
     # Asked 200 times for each object that comes to rest.
