@@ -34,8 +34,7 @@ class BatchedWalkers:
         self._hear(self._worker.begin(running))
 
     def step(self, slots):
-        for array in self._shared.outcomes:
-            array[:] = 0
+        self._shared.clear_outcomes(slice(None))
         for slot in slots:
             self.executed[slot].append(self.arrays.actions[slot].copy())
         self._hear(self._worker.step(dict.fromkeys(slots)))

@@ -96,7 +96,7 @@ class BatchedWorlds:
     def step(self, slots: Sequence[int]) -> list[int]:
         """Execute ``arrays.actions`` in the given slots and draw all; returns those whose numbers are not finite."""
         arrays, n = self.arrays, len(self.texts)
-        arrays.rewards[:], arrays.successes[:], arrays.executed[:] = 0, False, False
+        arrays.clear_outcomes(slice(None))
         for slot in slots:
             self.executed[slot].append(arrays.actions[slot].copy())
         running = np.isin(np.arange(n), list(set(slots) - self._lost))
@@ -121,7 +121,7 @@ class BatchedWorlds:
             self._lose(slot, f"rewards are {arrays.rewards[slot].tolist()}")
         self._observe(slots)
         crashed = [slot for slot in slots if slot in self._lost]
-        arrays.rewards[crashed], arrays.successes[crashed], arrays.executed[crashed] = 0, False, False
+        arrays.clear_outcomes(crashed)
         return crashed
 
     def map(self, *_: Any, **__: Any) -> list[Any]:

@@ -176,8 +176,7 @@ class WorkerPool:
 
     def step_send(self, slots: Sequence[int], idle: Iterable[int] = ()) -> Pending:
         """Have some slots execute ``arrays.actions``; the outcomes of ``idle`` slots are to be zero."""
-        for array in self.arrays.outcomes:
-            array[[*slots, *idle]] = 0  # a worker writes only what it executes
+        self.arrays.clear_outcomes([*slots, *idle])  # a worker writes only what it executes
         running = [slot for slot in slots if slot not in self._lost]
         for slot in running:
             self.executed[slot].append(self.arrays.actions[slot].copy())
@@ -201,8 +200,7 @@ class WorkerPool:
             self._lost |= set(running)
             raise
         crashed = [slot for slot in slots if slot in self._lost]
-        for array in self.arrays.outcomes:
-            array[crashed] = 0  # a simulator that failed in mid-chunk has written half of it
+        self.arrays.clear_outcomes(crashed)  # a simulator that failed in mid-chunk has written half of it
         if len(crashed) < len(slots):
             self._failed, self._losses, self._has_worked = {}, 0, True
         return crashed

@@ -27,10 +27,10 @@ class SharedArrays:
     progress: np.ndarray  # int64 [N], entry w: how many slots and chunks worker w is through with
     seconds: np.ndarray  # float64 [N], entry w: for how long worker w has worked
 
-    @property
-    def outcomes(self) -> tuple[np.ndarray, ...]:
-        """What a worker writes of the actions that it executes; zero before."""
-        return self.rewards, self.successes, self.executed, self.ended, self.subtasks
+    def clear_outcomes(self, slots: Any) -> None:
+        """Set to zero, for some slots, what a worker writes of the actions that it executes."""
+        for array in (self.rewards, self.successes, self.executed, self.ended, self.subtasks):
+            array[slots] = 0
 
     @classmethod
     def layout(cls, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> dict[str, tuple[tuple[int, ...], type]]:

@@ -90,8 +90,7 @@ class Worker:
         self.elapsed[slot] = 0
         text = self._observe(slot)
         for chunk in chunks:
-            for array in self.arrays.outcomes:
-                array[slot] = 0
+            self.arrays.clear_outcomes(slot)
             text = self._step_one(slot, chunk)  # with its frame: all is as it was the first time
             self.arrays.progress[self.index] += 1
         return text
