@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from vla_envs.calvin.scenes import BLOCKS, SCENES
 from vla_envs.folders import Checkout, check_installed, import_checkout
 
 INSTALL = "make setup  (or: pip install 'vla-torchrl[calvin]')"
@@ -26,15 +27,11 @@ _FILES = (
     *(f"calvin_env/robot/{name}.py" for name in ("robot", "mixed_ik")),
     *("calvin_env/scene/play_table_scene.py", "calvin_env/envs/tasks.py", "calvin_env/utils/utils.py"),
     *(f"calvin_env/camera/{name}_camera.py" for name in ("static", "gripper")),
-    *(f"conf/scene/calvin_scene_{scene}.yaml" for scene in "ABCD"),
+    *(f"conf/scene/calvin_scene_{scene}.yaml" for scene in SCENES),
     *(f"conf/cameras/cameras/{name}.yaml" for name in ("static", "gripper")),
     *("conf/tasks/new_playtable_tasks.yaml", "conf/robot/panda.yaml", "conf/robot/panda_longer_finger.yaml"),
-    *(f"data/calvin_table_{scene}/urdf/calvin_table_{scene}.urdf" for scene in "ABCD"),
-    *(
-        f"data/blocks/block_{color}_{size}.urdf"
-        for color in ("red", "blue", "pink")
-        for size in ("small", "middle", "big")
-    ),
+    *(f"data/calvin_table_{scene}/urdf/calvin_table_{scene}.urdf" for scene in SCENES),
+    *(f"data/blocks/block_{color}_{size}.urdf" for color in BLOCKS for size in ("small", "middle", "big")),
     *("data/plane/plane.urdf", "data/franka_panda/panda_longer_finger.urdf"),
 )
 
