@@ -65,11 +65,8 @@ class Expert:
         self._last = place
         self._actions += 1
         place, angles = self._world.robot.target_pos, self._world.robot.target_orn  # which the actions add up to
-        wanted = (
-            _difference(angle, now)
-            for angle, now in zip((_DOWN, -self._point.tilt, self._point.yaw), angles, strict=True)
-        )
-        action = [*((self._point.place - place) / _STEP), *(np.array([*wanted]) / _TURN), self._point.gripper]
+        turns = _difference(np.array([_DOWN, -self._point.tilt, self._point.yaw]), angles)
+        action = [*((self._point.place - place) / _STEP), *(turns / _TURN), self._point.gripper]
         return np.clip(action, -1, 1).astype(np.float32)
 
 
@@ -132,8 +129,9 @@ def _lift_block(world: World, color: str) -> Iterator[Point]:
     yield Point(np.array([*place[:2], _CLEAR + 0.05]), _CLOSED, yaw)
 
 
-def _difference(wanted: float, now: float) -> float:
-    return float((wanted - now + np.pi) % (2 * np.pi) - np.pi)
+def _difference(wanted: Any, now: Any) -> Any:
+    """Return by which angle to turn, -pi to pi rad; or by which angles."""
+    return (wanted - now + np.pi) % (2 * np.pi) - np.pi
 
 
 _MOTIONS: dict[str, tuple[Any, ...]] = {
