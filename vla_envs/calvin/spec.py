@@ -176,11 +176,10 @@ def _are_scenes(letters: object) -> bool:
 
 
 def _task(kind: str, name: str, said: str) -> Task:
-    by_task = {task: spoken(task, said) for task in tasks()}
     if kind == "task":
-        return Task(name, by_task[name][0], instructions=by_task[name])
-    every = tuple(dict.fromkeys(sentence for found in by_task.values() for sentence in found))
-    return Task(name, "the tasks of a chain, one after the other", instructions=every)
+        return Task(name, spoken(name, said)[0], instructions=spoken(name, said))
+    every = dict.fromkeys(sentence for task in tasks() for sentence in spoken(task, said))
+    return Task(name, "the tasks of a chain, one after the other", instructions=tuple(every))
 
 
 def spoken(task: str, said: str) -> tuple[str, ...]:
