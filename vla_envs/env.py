@@ -240,7 +240,6 @@ class VLAEnv(EnvBase):
             now[keys.SUBTASKS] = np.where(steps > 0, arrays.subtasks[slots, None], now[keys.SUBTASKS])
         for key, array in now.items():
             self._statistics[key][slots] = array
-        now = {key: array[slots] for key, array in self._statistics.items()}
         ended = crashed | ~active
         terminated = now[keys.SUCCESS] & ~ended[:, None] & (not self.ignore_terminations)
         too_long = now[keys.EPISODE_LEN] >= self.simulator_spec.max_episode_steps
