@@ -55,9 +55,8 @@ class EpisodeSampler:
         self.num_tasks = len(spec.tasks)
         self.seed, self.mode, self.group_size = seed, mode, group_size
         self.rank, self.world_size = rank, world_size
-        self._tasks = range(self.num_tasks)
-        groups_of_tasks = dict.fromkeys(task.group for task in spec.tasks)
-        self._parts = [[n for n in self._tasks if spec.tasks[n].group == name] for name in groups_of_tasks]
+        groups = dict.fromkeys(task.group for task in spec.tasks)
+        self._parts = [[n for n, task in enumerate(spec.tasks) if task.group == group] for group in groups]
         self._solved, self._tried = [0.0] * self.num_tasks, [0.0] * self.num_tasks  # of the last episodes of each task
         self._drawn = 0  # episodes given out by this rank
 
@@ -79,7 +78,7 @@ class EpisodeSampler:
         if self.mode == "learnable":
             until = np.cumsum(self.shares())
             return int(np.searchsorted(until, draw.random() * until[-1], side="right"))
-        tasks = self._parts[int(draw.integers(len(self._parts)))] if self.mode == "balanced" else self._tasks
+        tasks = self._parts[int(draw.integers(len(self._parts)))] if self.mode == "balanced" else range(self.num_tasks)
         return tasks[int(draw.integers(len(tasks)))]
 
     def tell(self, task_ids: Iterable[int], solved: Iterable[bool]) -> None:
