@@ -130,7 +130,7 @@ class WorkerPool:
 
         An episode that fails ``MAX_FAILURES_IN_A_ROW`` times is given up: it shows zeros, and the next step reports it.
         """
-        self.restore({slot: (episode, ()) for slot, episode in episodes.items()})
+        self.reset_recv(self.reset_send(episodes))
 
     def restore(self, running: Mapping[int, tuple[Episode, Sequence[np.ndarray]]]) -> None:
         """Start episodes as :meth:`reset` does and execute chunks of actions, to where each of them was."""
