@@ -120,8 +120,8 @@ def objects_of(checkout: Path, task: str) -> tuple[str, ...]:
 
 
 @cache
-def longest_sentences(checkout: Path, task: str, split: str, number: int = 3) -> tuple[str, ...]:
-    """Return the longest sentences of a task, in characters: what a prompt has to have room for.
+def longest_sentences(checkout: Path, task: str, split: str) -> tuple[str, ...]:
+    """Return the three longest sentences of a task, in characters: what a prompt has to have room for.
 
     They are RoboTwin's patterns (``"seen"`` or ``"unseen"``) with the longest name of any object that may be in a
     place: which one an episode has, objects and seed decide when it is set up.
@@ -142,7 +142,7 @@ def longest_sentences(checkout: Path, task: str, split: str, number: int = 3) ->
         return longest.get(place[1], _ARM)
 
     sentences = {_PLACE.sub(fill, pattern) for pattern in read_json(file)[split]}
-    return tuple(sorted(sentences, key=lambda text: (-len(text), text))[:number])
+    return tuple(sorted(sentences, key=lambda text: (-len(text), text))[:3])
 
 
 @cache

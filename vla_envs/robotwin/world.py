@@ -15,6 +15,7 @@ from vla_common.plain import read_yaml
 from vla_envs.rendering.vulkan import choose_driver, has_gpu, show_own_gpu
 from vla_envs.robotwin.package import RoboTwin, import_robotwin
 from vla_envs.robotwin.physics import Drives, PhysicsSteps, sapiens_defaults
+from vla_envs.robotwin.spec import CROPPED
 
 FAST_SHADOWS = 1024  # pixels of a side of a shadow map where drawing is to be fast; SAPIEN's are 2048
 STANDING = 50  # physics steps of a chunk for which there is no motion
@@ -187,10 +188,10 @@ class World:
             np.random.set_state(outside)
 
 
-def crop(image: np.ndarray, size: int = 224) -> np.ndarray:
+def crop(image: np.ndarray) -> np.ndarray:
     """Keep the middle :data:`_KEPT_AREA` of an image, uint8 ``[H, W, 3]``, scaled as TensorFlow does."""
     side = math.sqrt(_KEPT_AREA)
-    rows, columns = (np.linspace((1 - side) / 2, (1 + side) / 2, size) * (length - 1) for length in image.shape[:2])
+    rows, columns = (np.linspace((1 - side) / 2, (1 + side) / 2, CROPPED) * (length - 1) for length in image.shape[:2])
     above, left = np.floor(rows).astype(int), np.floor(columns).astype(int)
     below, right = np.minimum(above + 1, image.shape[0] - 1), np.minimum(left + 1, image.shape[1] - 1)
     down, across = (rows - above)[:, None, None], (columns - left)[None, :, None]
