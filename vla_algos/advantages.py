@@ -105,8 +105,11 @@ def gae(
     reward = batch[keys.NEXT, keys.REWARD]
     if reward_level == "action":
         _check_step_rewards(batch)
-        valid = batch[keys.NEXT, keys.STEP_MASK]
-        reward, next_values, done, final = _per_action(batch, values, next_values, done, final)
+        valid, reward = batch[keys.NEXT, keys.STEP_MASK], batch[keys.NEXT, keys.STEP_REWARDS]
+        # The last executed action of a decision leads to the next decision, those before it to the next action.
+        last = torch.arange(valid.shape[-1], device=valid.device) == valid.sum(-1, keepdim=True) - 1
+        next_values = torch.where(last, next_values[..., :1], values.roll(-1, dims=-1))
+        done, final = last & done, last & final
     # What was never executed may hold anything, even a NaN: it enters nothing.
     values, reward = torch.where(valid, values, 0.0), torch.where(valid, reward, 0.0)
     next_values = torch.where(valid & ~final, next_values, 0.0)
@@ -147,24 +150,6 @@ def _check_step_rewards(batch: TensorDictBase) -> None:
             "a transform has changed one of them alone, or added a number to both; let it change both, such as "
             "RewardScaling(0.0, scale, in_keys=['reward', 'step_rewards']), or use reward_level='chunk'"
         )
-
-
-def _per_action(
-    batch: TensorDictBase, values: Tensor, next_values: Tensor, done: Tensor, final: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Reward, next value, done and final of each primitive action, ``[N, T, C]``.
-
-    The last executed action of a decision leads to the next decision; those after it were never executed
-    and are cut off from everything.
-    """
-    mask = batch[keys.NEXT, keys.STEP_MASK]
-    executed = mask.sum(-1, keepdim=True)
-    position = torch.arange(mask.shape[-1], device=mask.device)
-    last, unused = position == executed - 1, position >= executed
-    next_values = torch.where(last, next_values[..., :1], values.roll(-1, dims=-1))
-    next_values = torch.where(unused, 0.0, next_values)
-    reward = torch.where(unused, 0.0, batch[keys.NEXT, keys.STEP_REWARDS])
-    return reward, next_values, (last & done) | unused, (last & final) | unused
 
 
 @checked
