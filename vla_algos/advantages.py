@@ -180,13 +180,12 @@ def group_advantages(scores: Tensor, groups: Tensor, eps: NonNegative = 1e-6) ->
         ``(score - mean) / (std + eps)`` ``[E]`` with mean and unbiased std of the group; exactly 0 where all members
         score the same, and for a group of one.
     """
-    _, index = groups.unique(return_inverse=True)
-    count = torch.zeros(len(scores), device=scores.device).index_add(0, index, torch.ones_like(scores))
-    total = torch.zeros_like(count).index_add(0, index, scores)
-    centred = scores - (total / count.clamp(min=1))[index]
-    variance = torch.zeros_like(count).index_add(0, index, centred**2) / (count - 1).clamp(min=1)
-    lowest = torch.full_like(count, torch.inf).scatter_reduce(0, index, scores, "amin")
-    highest = torch.full_like(count, -torch.inf).scatter_reduce(0, index, scores, "amax")
+    _, index, count = groups.unique(return_inverse=True, return_counts=True)
+    zeros = torch.zeros(len(count), device=scores.device)
+    centred = scores - (zeros.index_add(0, index, scores) / count)[index]
+    variance = zeros.index_add(0, index, centred**2) / (count - 1).clamp(min=1)
+    lowest = zeros.scatter_reduce(0, index, scores, "amin", include_self=False)
+    highest = zeros.scatter_reduce(0, index, scores, "amax", include_self=False)
     # Equal scores may differ from their mean by rounding, which the division would blow up.
     return torch.where((lowest < highest)[index], centred / (variance.sqrt()[index] + eps), 0.0)
 
