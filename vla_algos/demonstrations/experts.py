@@ -185,8 +185,7 @@ def _record(
     def note(result: tuple[int, dict[str, Any] | None]) -> None:
         number, recording = result
         outcomes.append((episodes[number], None if recording is None else recording[keys.EPISODE_LEN]))
-        take(number, recording and dict(recording))
-        (recording or {}).clear()  # the pool keeps all results to the end
+        take(number, recording)
         if on_episode is not None:
             on_episode(*outcomes[-1])
 

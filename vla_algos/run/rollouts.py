@@ -76,8 +76,7 @@ def _write(env: VLAEnv, results: list[EpisodeResult], folder: Path, policy: str)
 
         def write(answer: tuple[int, dict[str, Any]]) -> None:
             nonlocal due
-            waiting[answer[0]] = dict(answer[1])
-            answer[1].clear()  # the pool keeps all results to the end
+            waiting[answer[0]] = answer[1]
             while due in waiting:
                 result, episode = results[due], waiting.pop(due)
                 if bool(episode[SUCCESS].any()) != result.success_once:

@@ -57,11 +57,9 @@ class Calls:
     def _take(self, worker: int, answer: Any, error: str | None) -> None:
         index = self._running.pop(worker)
         if error is None and answer[0]:
-            self._results[index] = answer[1]
             self._pool.failures[worker] = 0
             self._succeeded += 1
-            if self._on_result is not None:
-                self._on_result(answer[1])
+            self._results[index] = answer[1] if self._on_result is None else self._on_result(answer[1])
             return
         if error is not None:
             failure = f"simulator worker {worker}: {error}, in {self._function}({self._items[index]!r})"

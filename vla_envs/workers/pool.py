@@ -252,7 +252,7 @@ class WorkerPool:
             function: ``"module:name"``. It gets a simulator of its own, which has no slot.
             items: picklable values; results come back in their order.
             timeout: seconds per item.
-            on_result: called with each result, in the order of finishing.
+            on_result: called with each result, in the order of finishing; what it returns comes back instead.
             on_error: called with an item that failed ``MAX_FAILURES_IN_A_ROW`` times, each in a new simulator, and with
                 the last error; its result is ``None``.
             **arguments: further arguments of the function, picklable.
