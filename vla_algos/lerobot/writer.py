@@ -55,7 +55,8 @@ class LeRobotWriter:
             "task_index": np.array([self._tasks[text] for text in texts], np.int64),
         }
         pa, vectors = self._arrow, {STATES[0]: episode[keys.STATES], ACTIONS[0]: actions}
-        columns = {name: self._lists(values) for name, values in vectors.items()}
+        lists = {name: pa.list_(pa.float32(), values.shape[1]) for name, values in vectors.items()}
+        columns = {name: pa.array([*vectors[name].astype(np.float32)], kind) for name, kind in lists.items()}
         columns |= {name: pa.array(values) for name, values in numbers.items()}
         self._numbers = {name: str(values.dtype) for name, values in numbers.items()}
         kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
@@ -123,10 +124,6 @@ class LeRobotWriter:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._data = self._parquet.ParquetWriter(path, table.schema)
         self._data.write_table(table)
-
-    def _lists(self, values: np.ndarray) -> Any:
-        flat = self._arrow.array(np.ascontiguousarray(values, np.float32).reshape(-1))
-        return self._arrow.FixedSizeListArray.from_arrays(flat, values.shape[1])
 
 
 def _feature(kind: str, shape: list[int], names: list[str] | None = None) -> dict[str, Any]:
