@@ -30,14 +30,6 @@ Observe = Callable[[TensorDictBase], TensorDictBase]
 _FOLDER = ".seen_images"
 
 
-def blank_images(td: TensorDictBase) -> TensorDictBase:
-    """Ablation: the policy sees black pictures, which may be new to it; :meth:`SeenImages.others` shows real ones."""
-    for key in CAMERAS:
-        if (images := td.get(key, None)) is not None:
-            td[key] = torch.zeros_like(images)
-    return td
-
-
 def _of_pictures(change: Callable[[np.ndarray], np.ndarray], what: str) -> Observe:
     """Make an ablation of a function of pictures uint8 ``[K, H, W, 3]``."""
 
@@ -73,6 +65,7 @@ def _once_smaller(image: Image.Image) -> Image.Image:
     return image.resize(size, Image.Resampling.BILINEAR).resize(image.size, Image.Resampling.BILINEAR)
 
 
+blank_images = _of_pictures(np.zeros_like, "black, which may be new to it; :meth:`SeenImages.others` shows real ones")
 PICTURES: Mapping[str, Observe] = {  # what evaluation scripts do otherwise with the same pictures
     "mirrored_images": _of_pictures(lambda images: images[:, :, ::-1], "with left and right exchanged"),
     "rotated_images": _of_pictures(lambda images: images[:, ::-1, ::-1], "turned by 180 degrees"),
