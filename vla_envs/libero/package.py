@@ -15,7 +15,6 @@ from functools import cache, lru_cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -174,10 +173,10 @@ def import_libero() -> Any:
     sys.modules.setdefault(settings.__name__, settings)
     # For robosuite's window, which is never opened; the real one needs a desktop's libraries.
     window = None if "cv2" in sys.modules else sys.modules.setdefault("cv2", types.ModuleType("cv2"))
-    root = package_folder()
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, LIBERO_CONFIG_PATH=folder):
-        # robosuite takes EGL's numbers of devices for CUDA's and insists that they agree; its renderer is not used.
-        os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    root, environment = package_folder(), dict(os.environ)
+    # robosuite takes EGL's numbers of devices for CUDA's and insists that they agree; its renderer is not used.
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    with tempfile.TemporaryDirectory() as folder:
         paths = {
             "benchmark_root": root,
             "bddl_files": root / "bddl_files",
@@ -186,9 +185,12 @@ def import_libero() -> Any:
             "assets": root / "assets",
         }
         (Path(folder) / "config.yaml").write_text("".join(f"{key}: {str(path)!r}\n" for key, path in paths.items()))
+        os.environ["LIBERO_CONFIG_PATH"] = folder
         try:
             import libero.libero.envs as envs
         finally:
+            os.environ.clear()
+            os.environ.update(environment)
             if window is not None:
                 del sys.modules["cv2"]
     return envs
