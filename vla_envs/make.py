@@ -3,7 +3,7 @@
 import math
 import os
 import secrets
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import torch
@@ -108,7 +108,7 @@ def check_env(
 ) -> SimulatorSpec:
     """Refuse what :func:`make_env` refuses on every machine, with a ``ValueError``; returns what would be simulated."""
     if isinstance(id, str):
-        check_options(find_benchmark(id)[0], options, _own_types())
+        check_options(find_benchmark(id)[0], options, setting_types(make_env))
     spec = make_spec(id, **options)
     if relative_reward and spec.pays_once:
         raise ValueError(
@@ -148,8 +148,5 @@ def env_types(id: str) -> dict[str, Any]:
 
     Without ``episodes``, ``seed`` and ``chunk_size``, which say how it is used rather than what it is.
     """
-    return {**_own_types(without=("episodes", "seed", "chunk_size")), **option_types(find_benchmark(id)[0])}
-
-
-def _own_types(without: Iterable[str] = ()) -> dict[str, Any]:
-    return {**setting_types(make_env, without=without), "id": str}
+    own = setting_types(make_env, without=("episodes", "seed", "chunk_size"))
+    return {**own, "id": str, **option_types(find_benchmark(id)[0])}
