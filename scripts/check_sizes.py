@@ -13,7 +13,7 @@ BUDGETS = {  # lines of *.py, of a folder with all that is in it, or of a packag
     "vla_algos/": 4_487,
     "vla_algos/collectors": 736,
     "vla_algos/demonstrations": 802,
-    "vla_algos/lerobot": 800,
+    "vla_algos/lerobot": 801,
     "vla_algos/disaggregated": 572,
     "vla_algos/run": 4_740,
     "benchmarks": 2_845,

@@ -55,8 +55,10 @@ class LeRobotWriter:
             "task_index": np.array([self._tasks[text] for text in texts], np.int64),
         }
         pa, vectors = self._arrow, {STATES[0]: episode[keys.STATES], ACTIONS[0]: actions}
-        lists = {name: pa.list_(pa.float32(), values.shape[1]) for name, values in vectors.items()}
-        columns = {name: pa.array([*vectors[name].astype(np.float32)], kind) for name, kind in lists.items()}
+        columns = {
+            name: pa.array([*values.astype(np.float32)], pa.list_(pa.float32(), values.shape[1]))
+            for name, values in vectors.items()
+        }
         columns |= {name: pa.array(values) for name, values in numbers.items()}
         self._numbers = {name: str(values.dtype) for name, values in numbers.items()}
         kind = pa.struct([("bytes", pa.binary()), ("path", pa.string())])
