@@ -88,5 +88,4 @@ class EnvironmentShape(Protocol):
 
 def get_schema(benchmark: str) -> BenchmarkSchema:
     """Return the schema of a registered benchmark; a ``ValueError`` offers the nearest names."""
-    schema: BenchmarkSchema = benchmarks.get(benchmark, example="libero").schema
-    return schema
+    return benchmarks.get(benchmark, example="libero").schema

@@ -30,9 +30,7 @@ class ValueOperator(TensorDictModuleBase):
         refuse_vmap(tensordict)
         missing = [key for key in self.policy.loss_keys if key not in tensordict.keys(True)]
         if not missing:
-            value = self.policy.evaluate_actions(tensordict)[2]
-            assert value is not None  # the policy has a value head
-            return tensordict.set(STATE_VALUE, value)
+            return tensordict.set(STATE_VALUE, self.policy.evaluate_actions(tensordict)[2])
         if torch.is_grad_enabled() and any(p.requires_grad for p in self.policy.parameters()):
             raise ValueError(
                 f"a gradient needs policy.loss_keys in the batch, which lacks {missing}; or use torch.no_grad()"

@@ -58,8 +58,7 @@ def write_facts(folder: Path, facts: Mapping[str, Any], width: int) -> None:
 def env_facts(spec: SimulatorSpec) -> dict[str, Any]:
     """Return what ``dataset.json`` says of the environment."""
     facts = {name: getattr(spec, name) for name in _ENV} | {"whole_chunks": spec.control_frequency is None}
-    found: dict[str, Any] = json.loads(json.dumps(facts, default=float))  # tuples as lists, numpy's numbers as Python's
-    return found
+    return json.loads(json.dumps(facts, default=float))  # tuples as lists, numpy's numbers as Python's
 
 
 @dataclass(frozen=True)

@@ -251,8 +251,7 @@ def _json_lines(path: Path, name: str) -> list[dict[str, Any]]:
 def _rows(path: Path, file: Path, columns: str = "") -> list[dict[str, Any]]:
     with reading(path, file) as opened:
         names = [name for name in opened.schema_arrow.names if re.match(columns, name)]
-        found: list[dict[str, Any]] = opened.read(columns=names).to_pylist()
-    return found
+        return opened.read(columns=names).to_pylist()
 
 
 def _read_file(folder: LeRobotFolder, file: Path, number: int) -> dict[str, np.ndarray]:

@@ -80,8 +80,7 @@ class FrameReader:
                 if ahead > 0.5 / folder.fps:
                     break
                 if ahead > -0.5 / folder.fps:
-                    decoded: np.ndarray = image.to_ndarray(format="rgb24")
-                    return decoded
+                    return image.to_ndarray(format="rgb24")
         except (OSError, ValueError, TypeError) as error:  # PyAV's errors are OSErrors and ValueErrors
             raise damaged(folder.path, f"{file.relative_to(folder.path)}: {error}") from None
         raise damaged(folder.path, f"{file.relative_to(folder.path)} has no frame at {wanted:.3f} s")

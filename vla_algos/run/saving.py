@@ -221,8 +221,7 @@ def _room(part: Any, saved: SavedState, name: str) -> dict[str, Any] | None:
             return None
         raise CheckpointError(f"{saved.folder} has no {name}: it is of another recipe; take another folder")
     own = places(part) if isinstance(part, Optimizer) else getattr(part, "places", dict)()
-    room: dict[str, Any] = make_room(state, own)
-    return room
+    return make_room(state, own)
 
 
 def _all_ranks_ok(read: Callable[..., T], *arguments: Any) -> tuple[T | None, str | None]:

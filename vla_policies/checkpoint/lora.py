@@ -181,8 +181,7 @@ def lora_config(policy: Adaptable) -> "LoraConfig":
     """Return peft's configuration of the adapter; ValueError without one."""
     if not has_lora(policy):
         raise ValueError("the policy has no LoRA adapter; add_lora(policy) puts one on it")
-    config: LoraConfig = policy.model.peft_config[_NAME]
-    return config
+    return policy.model.peft_config[_NAME]
 
 
 def _read_config(folder: Path) -> "LoraConfig":

@@ -57,5 +57,4 @@ def saved_dtype(options: Mapping[str, Any]) -> torch.dtype:
     name = options.get("dtype", "float32")
     if name not in ("float32", "bfloat16", "float16"):
         raise ValueError(f"dtype is {name!r} in vla_torchrl.json, must be float32 or bfloat16; copy it again")
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
+    return getattr(torch, name)

@@ -69,7 +69,7 @@ class FlowPolicy(VLAPolicy):
         """Return the velocity ``[N, H, A_model]`` of noisy actions at ``time`` ``[N]``, and ``[N, H, hidden]``."""
 
     @abstractmethod
-    def value(self, observed: Any, hidden: Tensor | None) -> Tensor | None:
+    def value(self, observed: Any, hidden: Tensor) -> Tensor | None:
         """Return values ``[N, num_values]`` from :meth:`observe` or from the hidden states of :meth:`velocity`."""
 
     @abstractmethod
@@ -95,7 +95,7 @@ class FlowPolicy(VLAPolicy):
         shape = (batch, self.horizon, self.model_action_dim)
         noise = torch.zeros(shape, device=device) if greedy else torch.randn(shape, device=device)
         chain, step, log_prob, value = self._denoise(observed, noise, stochastic=not greedy)
-        actions = chain[:, -1, : self.chunk_size, : self.trained_dims]
+        actions = self._trained(chain[:, -1])
         if self.flow.joint:
             stored = chain
         else:
@@ -113,7 +113,7 @@ class FlowPolicy(VLAPolicy):
     def denoise(self, observed: Any, noise: Tensor) -> Tensor:
         """Return normalised actions ``[N, C, trained_dims]``: noise ``[N, H, A_model]`` after deterministic steps."""
         chain, *_ = self._denoise(observed, noise, stochastic=False)
-        return chain[:, -1, : self.chunk_size, : self.trained_dims]
+        return self._trained(chain[:, -1])
 
     def plan(self, observed: Any, batch: int) -> Tensor:
         """Return the greedy actions ``[N, C, trained_dims]``, normalised."""

@@ -12,7 +12,6 @@ reinforcement learning a step is drawn from a Gaussian instead:
 Formulas and defaults are those of RLinf (Zang et al. 2025, arXiv 2510.25889), checked against its numbers.
 """
 
-import itertools
 import math
 from typing import Self
 
@@ -20,6 +19,7 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.distributions import Normal, constraints
+from torchrl.modules import MLP
 
 from vla_common import keys
 from vla_policies.processing.action_tokens import SET_KEYS, check_shape
@@ -139,10 +139,7 @@ class NoiseNetwork(nn.Module):
         hidden: tuple[int, ...] = NOISE_WIDTHS,
     ):
         super().__init__()
-        layers: list[nn.Module] = []
-        for before, after in itertools.pairwise((width, *hidden, action_dim)):
-            layers += [nn.Linear(before, after), nn.Tanh()]
-        self.mlp = nn.Sequential(*layers)
+        self.mlp = MLP(width, action_dim, num_cells=hidden, activation_class=nn.Tanh, activate_last_layer=True)
         self.bounds = bounds
 
     def forward(self, hidden: Tensor) -> Tensor:

@@ -49,12 +49,10 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
 
     Attributes:
         vlm_name: in messages.
-        expert_prefix: what names of the expert's layers begin with.
         reads_state: the language model reads the state, after images and prompt.
     """
 
     vlm_name: ClassVar[str]
-    expert_prefix: ClassVar[str]
     reads_state: ClassVar[bool] = False
     head_names = ("value_head", "noise_network")
     lora_targets: ClassVar[tuple[str, ...]] = (
@@ -180,8 +178,8 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
             self.model.vlm.requires_grad_(False)
 
     def lora_layers(self, targets: Sequence[str]) -> list[str]:
-        names = super().lora_layers(targets)
-        return [name for name in names if name.startswith(self.expert_prefix) or not self.config.train_expert_only]
+        names, expert = super().lora_layers(targets), f"{self.model.expert_path}."
+        return [name for name in names if name.startswith(expert) or not self.config.train_expert_only]
 
     def shard_groups(self) -> list[ShardGroup]:
         # SigLIP's embeddings, final norms and all that actions, state and time pass outside the stacks are in the root.
@@ -283,11 +281,9 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         pooled = observed.pooled.float()
         return torch.cat([F.layer_norm(pooled, pooled.shape[1:]), observed.state.float()], dim=1)
 
-    def value(self, observed: Observed, hidden: Tensor | None) -> Tensor | None:
+    def value(self, observed: Observed, hidden: Tensor) -> Tensor | None:
         if self.value_head is None:
             return None
-        features = observed.pooled if self.config.value_after_vlm else None
-        if features is None:
-            assert hidden is not None  # a value head that does not read the prefix reads the expert
-            features = hidden.float().mean(1)
+        features = observed.pooled if self.config.value_after_vlm else hidden.float().mean(1)
+        assert features is not None  # pooled for the value head
         return self.value_head(features.detach() if self.config.detach_critic else features)

@@ -87,8 +87,7 @@ class LeRobotStatistics:
 
     def unnormalize(self, what: str, values: Tensor) -> Tensor:
         """Invert :meth:`normalize`."""
-        statistics: FeatureStatistics = getattr(self, what)
-        return statistics.unnormalize(values)
+        return getattr(self, what).unnormalize(values)
 
     def check(self, state_dim: int, action_dim: int) -> None:
         """Refuse statistics of another robot (ValueError)."""

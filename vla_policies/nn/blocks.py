@@ -28,20 +28,15 @@ def make_value_layers(sizes: Sequence[int], activation: type[nn.Module], bias_la
 
     Initialised as RLinf's: weights Kaiming-normal by fan-out, the last one's N(0, 0.02), biases zero.
     """
-    layers: list[nn.Module] = []
-    for before, after in pairwise(sizes[:-1]):
-        layers += [nn.Linear(before, after), activation()]
+    hidden = [nn.Linear(before, after) for before, after in pairwise(sizes[:-1])]
     last = nn.Linear(sizes[-2], sizes[-1], bias=bias_last)
-    layers.append(last)
-    for layer in layers:
-        if isinstance(layer, nn.Linear):
-            if layer is last:
-                nn.init.normal_(layer.weight, std=0.02)
-            else:
-                nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
-    return nn.Sequential(*layers)
+    for layer in hidden:
+        nn.init.kaiming_normal_(layer.weight, mode="fan_out", nonlinearity="relu")
+        nn.init.zeros_(layer.bias)
+    nn.init.normal_(last.weight, std=0.02)
+    if bias_last:
+        nn.init.zeros_(last.bias)
+    return nn.Sequential(*(part for layer in hidden for part in (layer, activation())), last)
 
 
 class ValueHead(nn.Module):

@@ -160,8 +160,8 @@ class GemmaAttention(nn.Module):
             own = keys, values = self._heads(self.k_proj(keys)), self._heads(self.v_proj(values))
         else:
             own = keys, values = self.keys_values(hidden, rotation)
-        if before is not None and not self.cross:
-            keys, values = (torch.cat(both, dim=2) for both in zip(before, own, strict=True))
+            if before is not None:
+                keys, values = (torch.cat(both, dim=2) for both in zip(before, own, strict=True))
         shared = queries.shape[1] != keys.shape[1]
         out = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, enable_gqa=shared)
         return self.o_proj(out.transpose(1, 2).flatten(2)), own

@@ -11,7 +11,7 @@ from vla_policies.checkpoint.weights import Entry
 from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
 from vla_policies.lerobot.policy import LeRobotConfig, LeRobotPolicy
 from vla_policies.pi0.checkpoint import EMBEDDINGS, LM_HEAD, is_unused, model_weights
-from vla_policies.pi0.model import EXPERT, Pi0Model, Pi0ModelConfig, published_sizes, stays_float32
+from vla_policies.pi0.model import Pi0Model, Pi0ModelConfig, published_sizes, stays_float32
 
 _VISION_HEADS = "vision_heads"  # of our options, where it is not SigLIP so400m
 
@@ -59,7 +59,7 @@ class LeRobotPi0(LeRobotPolicy):
     """
 
     family: ClassVar[str] = "pi0_lerobot"
-    vlm_name, expert_prefix, centred = "PaliGemma", EXPERT, True
+    vlm_name, centred = "PaliGemma", True
 
     model: Pi0Model
     folder: LeRobotPi0Checkpoint

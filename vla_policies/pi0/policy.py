@@ -16,7 +16,7 @@ from vla_policies.flow.config import VLMFlowConfig
 from vla_policies.flow.heads import save_heads
 from vla_policies.flow.vlm import VLMFlowPolicy
 from vla_policies.pi0.checkpoint import TOKENIZERS, Pi0Checkpoint, is_pi0, is_unused
-from vla_policies.pi0.model import EXPERT, Pi0Model, published_sizes, stays_float32
+from vla_policies.pi0.model import Pi0Model, published_sizes, stays_float32
 from vla_policies.pi0.presets import FAMILY, get_adapter, get_preset
 from vla_policies.processing.images import resize_with_pad
 from vla_policies.processing.normalization import summarise
@@ -60,7 +60,7 @@ class Pi0(VLMFlowPolicy):
     config_class: ClassVar[type[Pi0Config]] = Pi0Config
     checkpoint_settings = ("config_name", "adapt_to_pi", "num_images_in_input", "action_horizon")
     needed_settings: ClassVar[Mapping[str, str]] = {"benchmark": "libero", "config_name": "pi05_libero"}
-    vlm_name, expert_prefix = "PaliGemma", EXPERT
+    vlm_name = "PaliGemma"
 
     model: Pi0Model
     config: Pi0Config

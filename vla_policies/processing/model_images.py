@@ -52,8 +52,7 @@ class ModelImages:
         inputs = self.shrink_images(tensordict.select(*policy.in_keys[:-1], strict=False).to(policy.device))
         tokens = policy.prompt_tokens(to_strings(tensordict), tensordict.get(keys.STATES, None))
         inputs.set(keys.PROMPT_TOKENS, tokens)
-        for key in (keys.MODEL_IMAGES, keys.PROMPT_TOKENS):
-            tensordict.set(key, inputs.get(key))
+        tensordict.update(inputs.select(keys.MODEL_IMAGES, keys.PROMPT_TOKENS))
         return inputs
 
     def shrink_images(self, tensordict: TensorDictBase) -> TensorDictBase:

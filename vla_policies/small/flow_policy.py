@@ -39,7 +39,6 @@ class SmallFlow(SmallPolicy, FlowPolicy):
 
     family: ClassVar[str] = "small_flow"
     config_class: ClassVar[type[SmallFlowConfig]] = SmallFlowConfig
-    in_keys = (keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS)
     loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, *FlowPolicy.drawn_keys)
 
     center: Tensor
@@ -81,15 +80,14 @@ class SmallFlow(SmallPolicy, FlowPolicy):
             hidden = self.trunk(torch.cat([observed, actions], dim=1))[:, observed.shape[1] :]
             return self.action_out(hidden).float(), hidden.float()
 
-    def value(self, observed: Tensor, hidden: Tensor | None) -> Tensor | None:
+    def value(self, observed: Tensor, hidden: Tensor) -> Tensor | None:
         if self.value_head is None:
             return None
         features = observed.flatten(1)
         return self.value_head(features.detach() if self.flow.detach_critic else features)
 
     def to_simulator(self, actions: Tensor, states: Tensor) -> Tensor:
-        low, high = self.center - self.half_range, self.center + self.half_range
-        return (self.center + self.half_range * actions).clamp(low, high)
+        return self.center + self.half_range * actions.clamp(-1, 1)
 
     def to_model(self, actions: Tensor, states: Tensor) -> Tensor:
         return (actions - self.center) / self.half_range

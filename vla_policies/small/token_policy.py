@@ -16,7 +16,6 @@ from torchrl.envs.utils import ExplorationType, exploration_type
 
 from vla_common import keys
 from vla_common.schema import EnvironmentShape
-from vla_common.texts import to_strings
 from vla_policies.processing.action_tokens import ActionBins, TokenDistribution, soft_cross_entropy
 from vla_policies.small.encoder import EncoderConfig, SmallEncoder, SmallPolicy, make_trunk, make_value_head
 from vla_policies.small.precision import computing
@@ -49,10 +48,8 @@ class SmallVLA(SmallPolicy):
 
     family: ClassVar[str] = "small"
     config_class: ClassVar[type[SmallVLAConfig]] = SmallVLAConfig
-    in_keys = (keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS)
     out_keys = (keys.PROMPT_TOKENS, keys.ACTION_TOKENS, keys.ACTION, keys.ACTION_LOG_PROB, keys.STATE_VALUE)
     sample_key = keys.ACTION_TOKENS
-    loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, keys.ACTION_TOKENS)
 
     def __init__(self, config: SmallVLAConfig):
         super().__init__()
@@ -90,9 +87,7 @@ class SmallVLA(SmallPolicy):
         return hidden, self.action_head(hidden[:, 3:]).unflatten(-1, (self.action_dim, self.config.num_bins))
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
-        tokens = self.prompt_tokens(to_strings(tensordict))
-        images, states = (tensordict.get(key).to(tokens.device) for key in (keys.IMAGES, keys.STATES))
-        logits, value = self.logits_and_value(images, states, tokens)
+        logits, value = self._read_observations(self.write_prompt(tensordict))
         dist = TokenDistribution(logits=logits)
         kind = exploration_type()
         if kind in (None, ExplorationType.RANDOM):
@@ -104,23 +99,22 @@ class SmallVLA(SmallPolicy):
         else:
             mean = self.bins.expectation(logits)
             action_tokens, action = mean.round().long(), self.bins.decode(mean)
-        tensordict.set(keys.PROMPT_TOKENS, tokens)
         tensordict.set(keys.ACTION_TOKENS, action_tokens)
         tensordict.set(keys.ACTION, action)
         tensordict.set(keys.ACTION_LOG_PROB, dist.log_prob(action_tokens))
         return tensordict.set(keys.STATE_VALUE, value)
 
     def get_dist(self, tensordict: TensorDictBase) -> TokenDistribution:
-        return TokenDistribution(logits=self._stored(tensordict)[0])
+        return TokenDistribution(logits=self._read_observations(tensordict)[0])
 
     def evaluate_actions(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor]:
-        logits, value = self._stored(tensordict)
+        logits, value = self._read_observations(tensordict)
         dist = TokenDistribution(logits=logits)
         return dist.log_prob(tensordict.get(keys.ACTION_TOKENS)), dist.entropy(), value
 
     def imitation_loss(self, tensordict: TensorDictBase, sigma: float) -> Tensor:
         """Return the cross-entropy ``[N, C]``, mean over dimensions; neighbouring bins are nearly as good."""
-        logits, _ = self._stored(tensordict)
+        logits, _ = self._read_observations(tensordict)
         target = self.bins.encode(tensordict.get(keys.ACTION))
         return soft_cross_entropy(logits.log_softmax(-1), target, sigma).mean(-1)
 
@@ -139,5 +133,5 @@ class SmallVLA(SmallPolicy):
         low, high = self.bins.low, self.bins.high
         return (2 * actions - low - high) / (high - low)
 
-    def _stored(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
+    def _read_observations(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor]:
         return self.logits_and_value(*(tensordict.get(key) for key in (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS)))

@@ -142,5 +142,4 @@ class SmolVLAModel(PrefixModel):
         own = prefix.valid.new_ones(horizon, horizon).tril().expand(len(prefix.valid), -1, -1)
         mask = torch.cat([prefix.valid.unsqueeze(1).expand(-1, horizon, -1), own], dim=2).unsqueeze(1)
         hidden, _ = self.expert(tokens, positions, mask, before=prefix.layers)
-        assert hidden is not None  # asked for
         return self.action_out_proj(hidden.to(self.action_out_proj.weight.dtype)).float(), hidden

@@ -16,7 +16,7 @@ from vla_policies.flow.vlm import Observed
 from vla_policies.lerobot.checkpoint import LeRobotCheckpoint
 from vla_policies.lerobot.policy import LeRobotPolicy
 from vla_policies.lerobot.processors import inside
-from vla_policies.smolvla.model import EXPERT, VLM, SmolVLAModel, SmolVLAModelConfig, published_sizes, stays_float32
+from vla_policies.smolvla.model import VLM, SmolVLAModel, SmolVLAModelConfig, published_sizes, stays_float32
 
 FAMILY = "smolvla"
 STEP = "smolvla_new_line_processor"
@@ -74,7 +74,7 @@ class SmolVLA(LeRobotPolicy):
     """
 
     family: ClassVar[str] = FAMILY
-    vlm_name, expert_prefix, reads_state, centred = "the VLM", EXPERT, True, False
+    vlm_name, reads_state, centred = "the VLM", True, False
 
     model: SmolVLAModel
     folder: SmolVLACheckpoint
