@@ -72,14 +72,11 @@ class Calls:
             if self._on_error is None:
                 raise RuntimeError(failure)
             self._pool.restarts += 1
-        self._waiting.appendleft(index)
         self._failures[index] += 1
-        if self._on_error is not None and self._failures[index] == MAX_FAILURES_IN_A_ROW:
-            self._give_up(index, failure, self._on_error)
-
-    def _give_up(self, index: int, failure: str, on_error: Callable[[Any, str], object]) -> None:
-        self._waiting.remove(index)
+        if self._on_error is None or self._failures[index] < MAX_FAILURES_IN_A_ROW:
+            self._waiting.appendleft(index)
+            return
         self._lost += 1
-        on_error(self._items[index], failure)
+        self._on_error(self._items[index], failure)
         if not self._succeeded and self._lost == min(MAX_LOST_IN_A_ROW, len(self._items)):
             raise SimulatorCrash(f"{reason(failure)}; all of the first {self._lost} failed like this")
