@@ -79,9 +79,7 @@ def stand_ins() -> Iterator[None]:
     names = ("mplib", "mplib.planner", "mplib.sapien_utils", "mplib.pymp")
     modules = {name: types.ModuleType(name) for name in names}
     top, planner, utilities, pymp = modules.values()
-    for name, module in zip(("planner", "sapien_utils", "pymp"), (planner, utilities, pymp), strict=True):
-        setattr(top, name, module)
-    vars(top).update(__path__=[], Planner=Planner, Pose=_Anything)
+    vars(top).update(__path__=[], Planner=Planner, Pose=_Anything, planner=planner, sapien_utils=utilities, pymp=pymp)
     vars(planner).update(Planner=Planner)
     vars(utilities).update(SapienPlanner=Planner, SapienPlanningWorld=_Anything)
     vars(pymp).update(Pose=_Anything)
