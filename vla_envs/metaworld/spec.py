@@ -57,21 +57,16 @@ PROTOCOLS = {
     "rlinf": Protocol("corner4", None, 15, 100),
     "lerobot": Protocol("corner2", (0.75, 0.075, 0.7), 0, 500),
 }
-
-
-@cache
-def _table() -> dict[str, Any]:
-    return json.loads(resources.files("vla_envs.metaworld").joinpath("tasks.json").read_text())
+_TABLE: dict[str, Any] = json.loads(resources.files("vla_envs.metaworld").joinpath("tasks.json").read_text())
 
 
 @cache
 def suites() -> dict[str, tuple[str, ...]]:
     """List the suites and the tasks of each, in the order that fixes ``task_id``."""
-    tasks = _table()["tasks"]
-    names = tuple(task["name"] for task in tasks)
-    found = {"MT50": names, **{f"ML45-{part}": tuple(_table()["ML45"][part]) for part in ("train", "test")}}
+    names = tuple(task["name"] for task in _TABLE["tasks"])
+    found = {"MT50": names, **{f"ML45-{part}": tuple(_TABLE["ML45"][part]) for part in ("train", "test")}}
     for difficulty in DIFFICULTIES:
-        found[difficulty] = tuple(task["name"] for task in tasks if task["difficulty"] == difficulty)
+        found[difficulty] = tuple(task["name"] for task in _TABLE["tasks"] if task["difficulty"] == difficulty)
     return found | {name: (name,) for name in names}
 
 
@@ -155,7 +150,7 @@ def make_spec(
         check_settings("camera", dict.fromkeys(CAMERA) | dict(camera), CAMERA)
     ranges = _checked_ranges(reset_ranges or {}, names)
     described = ", ".join(f"{key} {value}" for key, value in (camera or {}).items())
-    by_name = {task["name"]: task for task in _table()["tasks"]}
+    by_name = {task["name"]: task for task in _TABLE["tasks"]}
     return SimulatorSpec(
         id=f"metaworld/{suite}",
         entry_point="vla_envs.metaworld.simulator:MetaWorldSimulator",
