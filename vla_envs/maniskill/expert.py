@@ -88,10 +88,11 @@ class Expert:
 
     def _towards(self, tips: np.ndarray, gripper: float) -> np.ndarray:
         """Compute the action that brings the controller's target to finger tips at a place, pointing down."""
-        base = Rotation.from_quat(self._base.q, scalar_first=True)
+        robot = self._world.agent.robot.pose.sp
+        base = Rotation.from_quat(robot.q, scalar_first=True)
         target = self._world.agent.controller.controllers["arm"]._target_pose
         position, rotation = target.p[0].numpy(), Rotation.from_quat(target.q[0].numpy(), scalar_first=True)
-        wanted = base.inv().apply(tips + np.array([0, 0, _TIP]) - self._base.p)
+        wanted = base.inv().apply(tips + np.array([0, 0, _TIP]) - robot.p)
         sign = 1.0 if self._tips()[1] @ self._axis > 0 else -1.0  # either finger may be on either side
         down, across = np.array([0.0, 0.0, -1.0]), np.array([*(sign * self._axis), 0.0])
         upright = base.inv() * Rotation.from_matrix(np.column_stack([down, across, np.cross(down, across)]))
@@ -100,10 +101,6 @@ class Expert:
         return np.clip([*(wanted - position), *angles, gripper], self._low, self._high).astype(np.float32)
 
     # ---- what the expert sees
-
-    @property
-    def _base(self) -> Any:
-        return self._world.agent.robot.pose.sp
 
     def _tips(self) -> tuple[np.ndarray, np.ndarray]:
         """Middle of the finger tips, m, and the direction between the fingers in the plane of the table."""
