@@ -22,9 +22,7 @@ class Arm:
     def __init__(self, env: Any):
         from robosuite.utils import control_utils
 
-        self._matrices = control_utils.opspace_matrices
-        self._turn_between = control_utils.orientation_error
-        self._posture_torques = control_utils.nullspace_torques
+        self._formulas = control_utils
         self._model, self._data = env.sim.model._model, env.sim.data._data
         self._robot = robot = env.robots[0]
         self._joints = _slice(robot._ref_joint_pos_indexes)
@@ -70,8 +68,7 @@ class Arm:
         self._controller.ee_pos, self._controller.ee_ori_mat = self._hand, self._hand_rotation
         self._controller.new_update = False  # it has all it needs
         self._controller.set_goal(action[:6])
-        gripper = self._robot.gripper
-        self._grip_change = np.array([-1.0, 1.0]) * gripper.speed * np.sign(action[6:])
+        self._grip_change = np.array([-1.0, 1.0]) * self._robot.gripper.speed * np.sign(action[6:])
 
     def compute_dynamics(self) -> None:
         """Compute what a physics step needs before forces are chosen, and the contacts as robosuite solves them."""
@@ -88,16 +85,16 @@ class Arm:
         self._has_read = False
         data, wrench = self._data, self._wrench
         np.subtract(self._controller.goal_pos, self._hand, out=self._error[:3])
-        self._error[3:] = self._turn_between(self._controller.goal_ori, self._hand_rotation)
+        self._error[3:] = self._formulas.orientation_error(self._controller.goal_ori, self._hand_rotation)
         np.multiply(self._error, self._gains, out=wrench)
         wrench -= self._velocity * self._damping
-        _, inertia, turning_inertia, nullspace = self._matrices(
+        _, inertia, turning_inertia, nullspace = self._formulas.opspace_matrices(
             self._masses, self._moves_and_turns, self._moves, self._turns
         )
         wrench[:3], wrench[3:] = np.dot(inertia, wrench[:3]), np.dot(turning_inertia, wrench[3:])
         torques = np.dot(self._moves_and_turns.T, wrench)
         torques += data.qfrc_bias[self._axes]  # gravity
-        torques += self._posture_torques(self._masses, nullspace, self._posture, self._angles, self._speeds)
+        torques += self._formulas.nullspace_torques(self._masses, nullspace, self._posture, self._angles, self._speeds)
         data.ctrl[self._motors] = _clip(torques, self._weakest, self._strongest)
         self._grip = _clip(self._grip + self._grip_change, -1.0, 1.0)
         data.ctrl[self._fingers] = self._finger_middle + self._finger_reach * self._grip
