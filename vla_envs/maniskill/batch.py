@@ -12,6 +12,7 @@ import torch
 
 from vla_envs.maniskill.overlay import resize
 from vla_envs.maniskill.simulator import PlateSimulator, episode_id_of, make_plate_world
+from vla_envs.rendering.vulkan import choose_driver, has_gpu
 from vla_envs.simulator import Episode, SimulatorSpec
 from vla_envs.workers.shared_memory import SharedArrays
 
@@ -35,8 +36,6 @@ class BatchedWorlds:
         PlateSimulator.check(spec)
         if device != "cpu" and not torch.cuda.is_available():
             raise RuntimeError("backend=cuda needs a GPU that torch can use; on a CPU type backend=processes")
-        from vla_envs.rendering.vulkan import choose_driver, has_gpu
-
         choose_driver()
         self.spec, self._ignore_terminations = spec, ignore_terminations
         if device == "cuda":

@@ -21,6 +21,7 @@ import numpy as np
 
 from vla_common.plain import read_json
 from vla_envs.folders import Checkout, Download, Source, check_installed, find_folder, import_checkout, list_places
+from vla_envs.rendering.vulkan import choose_driver
 from vla_envs.robotwin.planning import stand_ins
 
 INSTALL = "pip install 'vla-torchrl[robotwin]'  (in a checkout of vla-torchrl: make setup)"
@@ -137,11 +138,7 @@ def longest_sentences(checkout: Path, task: str, split: str) -> tuple[str, ...]:
         letter: max((_longest_name(checkout, text, split) for text in (given[letter] - {""}) or mentioned), key=len)
         for letter in given
     }
-
-    def fill(place: re.Match[str]) -> str:
-        return longest.get(place[1], _ARM)
-
-    sentences = {_PLACE.sub(fill, pattern) for pattern in read_json(file)[split]}
+    sentences = {_PLACE.sub(lambda place: longest.get(place[1], _ARM), text) for text in read_json(file)[split]}
     return tuple(sorted(sentences, key=lambda text: (-len(text), text))[:3])
 
 
@@ -214,8 +211,6 @@ def import_robotwin(folder: Path, assets: Path) -> RoboTwin:
 
 def import_all() -> None:
     """Import what there is: SAPIEN, and the checkout if it and assets are there."""
-    from vla_envs.rendering.vulkan import choose_driver
-
     check_modules()
     choose_driver()
     try:
