@@ -238,8 +238,7 @@ class SimulatorSpec:
 
     def describe(self, episode: Episode) -> str:
         """Name an episode in a message."""
-        task = self.tasks[episode.task_id].name
-        return f"{self.id} task {task} trial {episode.trial_id} seed {episode.seed}"
+        return f"{self.id} task {self.tasks[episode.task_id].name} trial {episode.trial_id} seed {episode.seed}"
 
     def make(self) -> Simulator:
         """Import the benchmark and build one world."""

@@ -68,8 +68,7 @@ class PutOnPlate(BaseEnv):
         self.overlay: Overlay | None = None
         self.configurations = [self.splits[0].decode(0)] * num_envs  # of the running episodes
         self._running: list[VariantSplit] = [self.splits[0]] * num_envs
-        robot = _robot(self._folder)
-        super().__init__(*arguments, robot_uids=robot, num_envs=num_envs, **others)
+        super().__init__(*arguments, robot_uids=_robot(self._folder), num_envs=num_envs, **others)
 
     @property
     def _default_sim_config(self) -> SimConfig:

@@ -143,12 +143,11 @@ class BuiltInSimulator(ManiSkillSimulator):
 
     def observe(self) -> Observation:
         seen = self._world._get_obs_sensor_data()
-        wrist = seen["hand_camera"]["rgb"].cpu().numpy() if self.spec.wrist_image_shape else None
         return Observation(
             images=seen["base_camera"]["rgb"][0].cpu().numpy(),
             states=self._joints(),
             task_description=self.spec.tasks[0].instruction,
-            wrist_images=wrist,
+            wrist_images=seen["hand_camera"]["rgb"].cpu().numpy() if self.spec.wrist_image_shape else None,
         )
 
     def _build(self) -> Any:
@@ -159,8 +158,7 @@ class BuiltInSimulator(ManiSkillSimulator):
         height, width = self.spec.image_shape
         sensors: dict[str, Any] = {"height": height, "width": width}
         if camera := self.spec.options["camera"]:
-            pose = look_at(camera["eye"], camera["target"]).sp
-            sensors["base_camera"] = {"pose": pose, "fov": camera["fov"]}
+            sensors["base_camera"] = {"pose": look_at(camera["eye"], camera["target"]).sp, "fov": camera["fov"]}
         return make(
             self.spec.tasks[0].name,
             obs_mode="rgb",

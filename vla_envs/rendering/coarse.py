@@ -34,9 +34,8 @@ def _simplify(model: mujoco.MjModel, mesh: int) -> None:
     start, count = int(model.mesh_faceadr[mesh]), int(model.mesh_facenum[mesh])
     first = int(model.mesh_vertadr[mesh])
     vertices = model.mesh_vert[first : first + int(model.mesh_vertnum[mesh])].astype(np.float64)
-    faces = slice(start, start + count)
     of_vertex, representatives = _clusters(vertices)
-    corners = of_vertex[model.mesh_face[faces]]  # [faces, 3], numbers of clusters
+    corners = of_vertex[model.mesh_face[start : start + count]]  # [faces, 3], numbers of clusters
     a, b, c = corners.T
     remaining = np.flatnonzero((a != b) & (b != c) & (a != c))
     # The same corners in the same direction are the same face, no matter which corner is first.

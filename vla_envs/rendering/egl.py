@@ -12,14 +12,13 @@ from vla_envs.rendering.gpus import WORKER, chosen_gpus, show, visible_names
 
 _PLATFORM_DEVICE, _CUDA_DEVICE = 0x313F, 0x323A  # EGL_PLATFORM_DEVICE_EXT, EGL_CUDA_DEVICE_NV
 _MAX_DEVICES = 64
-_RENDERERS = ("egl", "osmesa", "glfw")
 _LEAVE_OUT = "leave out env.gpus (null)"
 
 
 def check_renderer() -> None:
     """Refuse a ``MUJOCO_GL`` that no worker could draw with, before one is started."""
     asked = os.environ.get("MUJOCO_GL", "")
-    if asked not in ("", *_RENDERERS):
+    if asked not in ("", "egl", "osmesa", "glfw"):
         raise ValueError(
             f"MUJOCO_GL={asked}: is no renderer of MuJoCo's; type MUJOCO_GL=egl (drawn by a GPU), MUJOCO_GL=osmesa (by "
             "the CPU), or leave it out"
@@ -69,8 +68,7 @@ def choose_device() -> None:
         )
         return
     os.environ["MUJOCO_GL"] = "egl"
-    chosen = own_device(devices)
-    if chosen is not None:
+    if (chosen := own_device(devices)) is not None:
         os.environ.setdefault("MUJOCO_EGL_DEVICE_ID", str(chosen))
 
 

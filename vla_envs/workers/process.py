@@ -49,12 +49,11 @@ class WorkerProcess:
         self._socket.setblocking(False)
         environment = {**os.environ, **_ONE_THREAD, **worker_environment(settings["index"], settings["gpus"])}
         environment["PYTHONPATH"] = import_path()
-        program = [sys.executable, "-P", "-c", _PROGRAM]
-        arguments = [str(theirs.fileno()), str(memory), str(os.getpid())]
+        command = [sys.executable, "-P", "-c", _PROGRAM, str(theirs.fileno()), str(memory), str(os.getpid())]
         with theirs:
             self._popen = _in_lasting_thread(
                 lambda: subprocess.Popen(
-                    program + arguments,
+                    command,
                     pass_fds=(theirs.fileno(), memory),
                     stdin=subprocess.DEVNULL,  # nothing a simulator asks can ever wait for an answer
                     env=environment,
