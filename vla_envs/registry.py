@@ -152,8 +152,7 @@ def find_benchmark(id: str) -> tuple[Benchmark, str]:
     name, _, suite = id.partition("/")
     if name not in benchmarks or not suite:
         known = list_envs()
-        complete = [other for other in known if other.endswith(f"/{id}")]  # what lacks its benchmark
-        if complete:
+        if complete := [other for other in known if other.endswith(f"/{id}")]:  # what lacks its benchmark
             raise ValueError(f"unknown environment {id!r}; did you mean {' or '.join(complete)}?")
         raise unknown_name("environment", id, known, example=next(reversed(known), None))
     return get_benchmark(name), suite

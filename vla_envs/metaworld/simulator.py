@@ -73,10 +73,9 @@ class MetaWorldSimulator:
         return Outcome(reward=float(success) + progress, success=success)
 
     def observe(self) -> Observation:
-        states = self._world._get_curr_obs_combined_no_goal()[:4]
         return Observation(
             images=self._built.renderer.render(self._world.model, self._world.data, look=self._look),
-            states=states.astype(np.float32),
+            states=self._world._get_curr_obs_combined_no_goal()[:4].astype(np.float32),
             task_description=self._task.instruction,
         )
 

@@ -90,8 +90,7 @@ def missing_assets(
     names = ["objects/same.json", "objects/objaverse/list.json", "background_texture/unseen"]
     names += [f"embodiments/{arm}/config.yml" for arm in arms] or ["embodiments"]
     if checkout is not None:
-        objects = {name for task in tasks for name in objects_of(checkout, task)}
-        names += [f"objects/{name}" for name in sorted(objects)]
+        names += sorted({f"objects/{name}" for task in tasks for name in objects_of(checkout, task)})
     return [f"assets/{name}" for name in names if not (folder / "assets" / name).exists()]
 
 

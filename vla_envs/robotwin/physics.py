@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 _FRICTION, _RESTITUTION = 0.3, 0.1
-_PICTURE = "r32g32b32a32sfloat"
 _CLOSED, _OPEN = np.float64(0), np.float64(1)
 _WIDEST_STEP = 0.1  # of a gripper's opening
 
@@ -100,7 +99,7 @@ def sapiens_defaults() -> Iterator[None]:
         set_configuration(default)
     physx.set_default_material(_FRICTION, _FRICTION, _RESTITUTION)
     render.set_msaa(1)
-    render.set_picture_format("Color", _PICTURE)
+    render.set_picture_format("Color", "r32g32b32a32sfloat")
     try:
         yield
     finally:

@@ -109,8 +109,7 @@ class World:
         Both arms' motions take as long as the longer one; the actions share that time evenly, as for the grippers.
         """
         task = self.task
-        robot = task.robot
-        planners = [arm.planner for arm in (robot.left_mplib_planner, robot.right_mplib_planner)]
+        planners = [arm.planner for arm in (task.robot.left_mplib_planner, task.robot.right_mplib_planner)]
         for planner in planners:
             planner.last_steps, planner.failed = None, False
         task.checks, task.moving = 0, True

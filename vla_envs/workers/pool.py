@@ -359,10 +359,9 @@ class WorkerPool:
     def _take_answer(self, worker: int, answer: Any, error: str | None) -> None:
         """Note the answer to the first of a worker's messages, or that there will be none."""
         exchange = self._under_way[worker][0]
-        mine = exchange.asked[worker]
         if error is not None or not answer[0]:
             busy = int(self.arrays.busy[worker])
-            blamed = [busy] if busy >= 0 else mine
+            blamed = [busy] if busy >= 0 else exchange.asked[worker]
             self._raised = {slot: text for slot, text in self._raised.items() if slot not in blamed}
             failure = self._report(worker, error or answer[1], blamed)
             self.replace(worker, failure)

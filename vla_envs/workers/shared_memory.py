@@ -61,8 +61,7 @@ class SharedArrays:
     def create(cls, spec: SimulatorSpec, num_envs: int, chunk_size: int) -> "tuple[SharedArrays, int]":
         """Allocate zeroed arrays; returns them and the file descriptor to hand to the workers."""
         file = os.memfd_create("vla_envs")
-        sizes = [_bytes(*entry) for entry in cls.layout(spec, num_envs, chunk_size).values()]
-        os.ftruncate(file, sum(sizes))
+        os.ftruncate(file, sum(_bytes(*entry) for entry in cls.layout(spec, num_envs, chunk_size).values()))
         return cls.attach(file, spec, num_envs, chunk_size), file
 
     @classmethod
