@@ -53,8 +53,7 @@ class Learner:
             )
         self.loss_module, self.policy, self._settings, self.steps = loss_module, policy_of(loss_module), settings, 0
         self.optimizer, self.scheduler = make_optimizer(loss_module, **optim)
-        keeps_close = getattr(loss_module, "reference_kl_coeff", 0.0)
-        self._frozen = FrozenPolicy(self.policy) if keeps_close else None
+        self._frozen = FrozenPolicy(self.policy) if getattr(loss_module, "reference_kl_coeff", 0.0) else None
 
     def update(self, batch: TensorDictBase | None) -> dict[str, float]:
         """Learn from a batch with advantages, see :class:`~vla_algos.minibatches.Minibatches`.

@@ -65,17 +65,9 @@ def is_finite(tensor: Tensor) -> bool:
     return bool((smallest.isfinite() & largest.isfinite()).item())
 
 
-def not_finite(tensors: Mapping[str, Any]) -> list[str]:
-    """List the names of tensors that have NaN or infinity in them; nested dicts and lists by dotted names."""
-    found: list[str] = []
-    for name, value in tensors.items():
-        if isinstance(value, Tensor):
-            found += [] if is_finite(value) else [name]
-        elif isinstance(value, Mapping):
-            found += not_finite({f"{name}.{key}": item for key, item in value.items()})
-        elif isinstance(value, (list, tuple)):
-            found += not_finite({f"{name}.{index}": item for index, item in enumerate(value)})
-    return found
+def not_finite(tensors: Mapping[str, Tensor]) -> list[str]:
+    """List the names of tensors that have NaN or infinity in them."""
+    return [name for name, tensor in tensors.items() if not is_finite(tensor)]
 
 
 def add_dimensions(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> dict[str, Tensor]:

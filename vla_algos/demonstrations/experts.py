@@ -229,9 +229,8 @@ def _rows(number: int, episode: Episode, recording: Mapping[str, Any]) -> dict[s
         keys.EPISODE_LEN: np.array([recording[keys.EPISODE_LEN]], np.int64),
         keys.FINAL_STATES: recording[keys.FINAL_STATES],
     }
-    own = (keys.STATES, keys.ACTION, keys.STEP_MASK, keys.STEP)
     return {
-        **{name: recording[name] for name in own},
+        **{name: recording[name] for name in (keys.STATES, keys.ACTION, keys.STEP_MASK, keys.STEP)},
         **{name: np.repeat(value[None], count, 0) for name, value in same.items()},
     }
 

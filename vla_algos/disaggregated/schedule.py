@@ -82,8 +82,7 @@ class Schedule:
             self._deliver_batch(collected())
         more = iteration + self._ahead <= last
         if self.roles.disaggregated and self.lag:  # at the same time
-            collects = more and not self.roles.learns
-            done: Any = collected() if collects else learnt()
+            done: Any = collected() if more and not self.roles.learns else learnt()
             if more:
                 self._deliver_batch(done)
         else:

@@ -120,9 +120,6 @@ def compose_settings(
 ) -> DictConfig:
     """Compose the configuration of a recipe."""
     GlobalHydra.instance().clear()
-    try:
-        with initialize_config_dir(str(conf), version_base=None):
-            typed = [for_hydra(each, conf) for each in arguments]
-            return compose(recipe, overrides=typed, return_hydra_config=return_hydra_config)
-    finally:
-        GlobalHydra.instance().clear()
+    with initialize_config_dir(str(conf), version_base=None):  # which leaves it clear
+        typed = [for_hydra(each, conf) for each in arguments]
+        return compose(recipe, overrides=typed, return_hydra_config=return_hydra_config)

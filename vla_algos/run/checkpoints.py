@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, atleast_1d
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 from torch.distributed.tensor import DTensor
@@ -163,12 +163,9 @@ def _write_part(folder: Path, snapshot: Snapshot) -> dict[str, str]:
     if snapshot.tensors:
         file = folder / _TENSORS / f"{name}.safetensors"
         sums = hashlib.sha256()
-        places = {
-            key: {"saved_offsets": snapshot.offsets.get(key) or [0] * max(1, tensor.ndim)}
-            for key, tensor in snapshot.tensors.items()
-        }
+        flat = {key: atleast_1d(tensor) for key, tensor in snapshot.tensors.items()}
+        places = {key: {"saved_offsets": snapshot.offsets.get(key) or [0] * part.ndim} for key, part in flat.items()}
         metadata = {"DCP_SHARDING_INFO": json.dumps(places), "DCP_VERSION": "1.0", "format": "pt"}
-        flat = {key: tensor if tensor.ndim else tensor.reshape(1) for key, tensor in snapshot.tensors.items()}
         write_safetensors(file, flat, metadata, sums.update)
         written[f"{_TENSORS}/{name}.safetensors"] = sums.hexdigest()
     for name in written:
@@ -264,8 +261,7 @@ class SavedState:
     def _read(self, tensors: Mapping[str, Tensor]) -> None:
         if not tensors:
             return
-        flat = {name: tensor.detach() for name, tensor in tensors.items()}
-        flat = {name: tensor if tensor.ndim else tensor.reshape(1) for name, tensor in flat.items()}
+        flat = {name: atleast_1d(tensor.detach()) for name, tensor in tensors.items()}
         reader, planner = HuggingFaceStorageReader(str(self.folder / _TENSORS)), DefaultLoadPlanner()
         try:  # what dcp.load does, but for its collectives: each process reads by itself
             metadata = reader.read_metadata()

@@ -96,10 +96,7 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
     for name in types:
         if name not in settings:
             raise ValueError(f"{name} is missing; type {name}=VALUE")
-    types = {
-        name: _chosen(settings[name], name, expected) if name in _CHOSEN_BY else expected
-        for name, expected in types.items()
-    }
+    types = {name: _chosen(settings[name], name, expected) for name, expected in types.items()}
     found = {name: _read(name, settings[name], types) for name in types}
     if other := found["eval"].get("env"):
         check_evaluated(found["env"], other)
@@ -157,8 +154,8 @@ def _plain(config: DictConfig) -> dict[str, Any]:
     return settings
 
 
-def _chosen(section: Any, name: str, types_of: Any) -> Types:
-    if isinstance(types_of, Mapping):
+def _chosen(section: Any, name: str, types_of: Any) -> Any:
+    if name not in _CHOSEN_BY or isinstance(types_of, Mapping):
         return types_of
     choice = _CHOSEN_BY[name]
     if not isinstance(section, dict) or not isinstance(section.get(choice), str):

@@ -124,8 +124,7 @@ class Evaluator:
         results = {result.index: result for each in shares for result in each.episodes}
         for index in set(range(len(episodes))) - results.keys():  # never tried
             task = spec.tasks[episodes[index].task_id]
-            nothing = EpisodeResult(episodes[index], task.name, False, False, 0.0, 0, True, 0, task.group, index)
-            results[index] = nothing
+            results[index] = EpisodeResult(episodes[index], task.name, False, False, 0.0, 0, True, 0, task.group, index)
         whole = EvaluationResult(
             [results[index] for index in range(len(episodes))],
             dict(sorted(film for each in shares for film in each.videos.items())),

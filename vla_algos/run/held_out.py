@@ -119,10 +119,9 @@ class HeldOut:
         if self._other is None:
             return describe_spec(self.spec)
         lines = [f"trained on {describe_spec(self._trained_on)}", f"evaluated on {describe_spec(self.spec)}"]
-        others = {name: each for name, each in self._otherwise.items() if name != "id"}
+        others = [f"{name}={now}, not {then}" for name, (then, now) in self._otherwise.items() if name != "id"]
         if others:
-            shown = "; ".join(f"{name}={now}, not {then}" for name, (then, now) in others.items())
-            lines.append(f"  otherwise than training: {shown}")
+            lines.append(f"  otherwise than training: {'; '.join(others)}")
         return "\n".join(lines)
 
     def summarise(self) -> None:
@@ -149,7 +148,6 @@ class HeldOut:
     def _places(self, loggers: Sequence[str], speed: str) -> str:
         """Tell where everything of the run is."""
         run, folder = self.run, self.run.folder
-        command = ["vla-recipe", "run", "evaluate", *self._typed()]
         rows = {
             "run": folder,
             "time": f"{run.elapsed / 60:.1f} minutes{speed}",
@@ -157,7 +155,7 @@ class HeldOut:
             "checkpoints": folder / "checkpoints",
             "curves": f"\n{' ' * 13}".join([*loggers, str(folder / "metrics.jsonl")]),
             **({"videos": folder / "videos"} if (folder / "videos").is_dir() else {}),
-            "evaluate": shlex.join(command),
+            "evaluate": shlex.join(["vla-recipe", "run", "evaluate", *self._typed()]),
         }
         return "\n".join(f"{name:<12} {value}" for name, value in rows.items())
 

@@ -43,8 +43,7 @@ def run_recipe(train: Train, types: Types, conf: Path | None, config: DictConfig
     before = record.stat().st_mtime_ns if record.exists() else None
     try:
         with Run(settings, folder) as run:
-            finished = distributed.broadcast_object(what_finished(settings, folder) if main else "")
-            if finished:
+            if finished := distributed.broadcast_object(what_finished(settings, folder) if main else ""):
                 print(finished)
             else:
                 train(settings, run)

@@ -117,18 +117,16 @@ def versions() -> dict[str, str]:
 def code() -> dict[str, Any]:
     """Commit of this library's checkout, and a fingerprint of the changes to its files; empty outside of one."""
 
-    def git(*arguments: str) -> str | None:
+    def git(*arguments: str) -> str:
         done = subprocess.run(["git", "-C", _CODE, *arguments], capture_output=True, text=True)
-        return done.stdout.strip() if done.returncode == 0 else None
+        return done.stdout.strip() if done.returncode == 0 else ""
 
     try:
-        commit = git("rev-parse", "HEAD")
+        commit, changes = git("rev-parse", "HEAD"), git("diff", "HEAD")
     except OSError:  # no git
         return {}
-    if commit is None:
-        return {}
-    changes = git("diff", "HEAD")
-    return {"commit": commit, "changes": hashlib.sha1(changes.encode()).hexdigest()[:9] if changes else None}
+    found = {"commit": commit, "changes": hashlib.sha1(changes.encode()).hexdigest()[:9] if changes else None}
+    return found if commit else {}
 
 
 def _shown(found: Any) -> str:
