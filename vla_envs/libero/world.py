@@ -153,7 +153,7 @@ class World:
         self._look.draw(kind, strength, random)
 
     def render(self, camera: int) -> np.ndarray:
-        """Draw the remembered moment: uint8 ``[H, W, 3]``, a view that the next call overwrites."""
+        """Draw the remembered moment: uint8 ``[H, W, 3]``."""
         sites = self._model.site_rgba.copy()
         self._model.site_rgba[:] = self._drawn_sites
         try:
