@@ -152,7 +152,6 @@ class SmallPolicy(VLAPolicy):
     """What small policies leave to their :class:`SmallEncoder`."""
 
     encoder: SmallEncoder
-    in_keys = (keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS)
 
     @classmethod
     def _restore(cls, path: Path, settings: dict[str, Any], device: torch.device | str) -> Self:

@@ -39,6 +39,7 @@ class SmallFlow(SmallPolicy, FlowPolicy):
 
     family: ClassVar[str] = "small_flow"
     config_class: ClassVar[type[SmallFlowConfig]] = SmallFlowConfig
+    in_keys = (keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS)
     loss_keys = (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS, *FlowPolicy.drawn_keys)
 
     center: Tensor

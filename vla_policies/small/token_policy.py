@@ -48,6 +48,7 @@ class SmallVLA(SmallPolicy):
 
     family: ClassVar[str] = "small"
     config_class: ClassVar[type[SmallVLAConfig]] = SmallVLAConfig
+    in_keys = (keys.IMAGES, keys.STATES, keys.TASK_DESCRIPTIONS)
     out_keys = (keys.PROMPT_TOKENS, keys.ACTION_TOKENS, keys.ACTION, keys.ACTION_LOG_PROB, keys.STATE_VALUE)
     sample_key = keys.ACTION_TOKENS
 
