@@ -15,7 +15,7 @@ BUDGETS = {  # lines of *.py, of a folder with all that is in it, or of a packag
     "vla_algos/demonstrations": 800,
     "vla_algos/lerobot": 800,
     "vla_algos/disaggregated": 571,
-    "vla_algos/run": 4_720,
+    "vla_algos/run": 4_723,
     "benchmarks": 2_845,
 }
 TOLERANCE = 1.05

@@ -81,10 +81,13 @@ class Fitting:
         found = self.as_it_is.fit(limit, self.typed)
         return self.adapted.fit(limit, self.typed) if found is None and self.adapted else found
 
+    def load(self, changes: Changes) -> "Load":
+        """Return that of which they are the changes."""
+        return self.adapted if "policy.dtype" in changes and self.adapted else self.as_it_is
+
     def describe(self, name: str, changes: Changes) -> str:
         """Say what becomes of the run, and whether it is another one."""
-        before = self.as_it_is
-        load = self.adapted if "policy.dtype" in changes and self.adapted else before  # of which they are the changes
+        before, load = self.as_it_is, self.load(changes)
         lines = [f"gpu={name}: {usable(name):.1f} GB of it are counted on, the rest is for what is not calculated"]
         for what, was, becomes in zip(("update", "rollout"), before.peaks({}), load.peaks(changes), strict=True):
             lines.append(f"  {f'GB in the {what}':<31}{was:.1f} -> {becomes:.1f}")
