@@ -173,8 +173,9 @@ class SmallPolicy(VLAPolicy):
     # ---- to be steered: vla_policies.steered.Steerable
 
     def write_prompt(self, tensordict: TensorDictBase) -> TensorDictBase:
-        tensordict.set(keys.PROMPT_TOKENS, self.prompt_tokens(to_strings(tensordict)))
-        return tensordict.select(keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS).to(self.encoder.state_mean.device)
+        tokens = self.prompt_tokens(to_strings(tensordict))
+        tensordict.set(keys.PROMPT_TOKENS, tokens)
+        return tensordict.select(keys.IMAGES, keys.STATES).to(tokens.device).set(keys.PROMPT_TOKENS, tokens)
 
     def observe(self, tensordict: TensorDictBase) -> Tensor:
         images, *others = (tensordict.get(key) for key in (keys.IMAGES, keys.STATES, keys.PROMPT_TOKENS))

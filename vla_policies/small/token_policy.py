@@ -92,16 +92,14 @@ class SmallVLA(SmallPolicy):
         dist = TokenDistribution(logits=logits)
         kind = exploration_type()
         if kind in (None, ExplorationType.RANDOM):
-            action_tokens = dist.sample()
-            action = self.bins.decode(action_tokens)
+            chosen = action_tokens = dist.sample()
         elif kind is ExplorationType.MODE:
-            action_tokens = dist.mode
-            action = self.bins.decode(action_tokens)
+            chosen = action_tokens = dist.mode
         else:
-            mean = self.bins.expectation(logits)
-            action_tokens, action = mean.round().long(), self.bins.decode(mean)
+            chosen = self.bins.expectation(logits)  # between bins
+            action_tokens = chosen.round().long()
         tensordict.set(keys.ACTION_TOKENS, action_tokens)
-        tensordict.set(keys.ACTION, action)
+        tensordict.set(keys.ACTION, self.bins.decode(chosen))
         tensordict.set(keys.ACTION_LOG_PROB, dist.log_prob(action_tokens))
         return tensordict.set(keys.STATE_VALUE, value)
 
