@@ -24,6 +24,8 @@ from vla_policies.tiny import make_tiny
 NAMES = [  # what is typed, and the words that the line has
     ("ppo launcher=slurmm", "unknown launcher 'slurmm'; did you mean slurm"),
     ("ppo policy=smallflow", "unknown policy 'smallflow'; did you mean small_flow"),
+    ("ppo env=nope", "unknown env 'nope'; known are calvin, "),
+    ("ppo env=maniskill_push_cube env.camera=[0,0,1]", r"camera=\[0,0,1\]: Cannot merge DictConfig with ListConfig"),
     ("ppo policy.type=small_flow", r"unknown setting 'policy\.type'; did you mean policy\.family"),
     ("ppo device=cuda", "unknown setting 'device'; known are"),
     ("ppo policy.device=cuda", r"unknown setting 'policy\.device'; known are"),

@@ -91,10 +91,10 @@ def reports_errors(launch: Callable[P, None]) -> Callable[P, None]:
 def report(error: BaseException) -> int:
     """Report an error of a run; returns the exit status."""
     if isinstance(error, (HydraException, OmegaConfBaseException)):
-        said = ValueError(str(error))
+        said = ValueError(": ".join([str(error), *str(error.__cause__ or "").splitlines()[:1]]))
         if isinstance(error, MissingConfigException) and error.options and error.missing_cfg_file:
             group, _, name = error.missing_cfg_file.rpartition("/")
-            said = unknown_name(group, name, error.options)
+            said = unknown_name(group, name, [each for each in error.options if each != "base"])
         error = said.with_traceback(error.__traceback__)
     if not program.has_begun(error) and int(os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))):
         time.sleep(_OTHERS_FIRST)
