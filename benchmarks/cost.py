@@ -159,7 +159,7 @@ def random_policy(settings: dict[str, Any], spec: SimulatorSpec, size: str) -> V
 
 def collect(config: SimpleNamespace, spec: SimulatorSpec, policy: VLAPolicy) -> tuple[Any, Any, dict[str, Any]]:
     """A batch ``[N, DECISIONS]``, first observations, and seconds of it with the most memory on a GPU."""
-    episodes = training_episodes(config, spec, config.env.get("group_size", 1))
+    episodes = training_episodes(config, spec)
     env = make_env(**own_share(config.env, spec, {}), chunk_size=policy.chunk_size, episodes=episodes)
     try:
         collector = StepCollector(env, policy, DECISIONS, values=config.recipe == "ppo")

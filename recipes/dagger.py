@@ -54,7 +54,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     policy = make_run_policy(run, spec, own_env, Sharding(**config.sharding))
     held_out.check_policy(policy)
     demonstrations.check_policy(policy)
-    episodes = training_episodes(config, spec, 1)
+    episodes = training_episodes(config, spec)
     env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=episodes)
     shown, heldout = demonstrations.record(env, policy) if demonstrations.wanted else (None, None)
     interventions = Interventions(policy, shown, **config.interventions, **demonstrations.settings.recording)

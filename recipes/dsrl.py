@@ -59,7 +59,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     loss_module = make_sac_loss(policy, replay.gamma, **config.loss)
     soft_update = SoftUpdate(loss_module, tau=update["tau"])
     optimizer = torch.optim.Adam(loss_module.parameters(), lr=update["lr"])
-    episodes = training_episodes(config, spec, 1)
+    episodes = training_episodes(config, spec)
     env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=episodes)
     collector = EpisodeCollector(env, policy, **config.pipeline, step_hook=films.hook)
     publish = policy_writer(config, policy, spec, held_out.spec)

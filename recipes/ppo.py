@@ -64,7 +64,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     )
     frozen = FrozenPolicy(policy) if loss_module.reference_kl_coeff else None
     solved = SelfImitation(policy, **config.self_imitation)
-    episodes = training_episodes(config, spec, config.env.get("group_size", 1))
+    episodes = training_episodes(config, spec)
     env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=episodes)
     reads = {"values": loss_module.has_critic, "bootstrap": config.gae["bootstrap"]}
     collector = StepCollector(env, policy, **config.collector, **config.pipeline, **reads, step_hook=films.hook)

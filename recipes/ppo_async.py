@@ -68,7 +68,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
 
     def make_collector() -> StepCollector:
         held_out.check_policy(policy)
-        episodes = training_episodes(config, spec, config.env.get("group_size", 1))
+        episodes = training_episodes(config, spec)
         env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=episodes)
         reads = {"values": loss_module.has_critic, "bootstrap": config.gae["bootstrap"]}
         return StepCollector(env, policy, **config.collector, **config.pipeline, **reads)

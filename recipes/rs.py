@@ -57,7 +57,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
         policy, **config.optim, updates=config.iterations, offload=config.offload["optimizer"]
     )
     solved = SelfImitation(policy, coeff=1.0, **config.self_imitation)
-    episodes = training_episodes(config, spec, 1)
+    episodes = training_episodes(config, spec)
     env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=episodes)
     collector = EpisodeCollector(env, policy, **config.pipeline, step_hook=films.hook)
     publish = policy_writer(config, policy, spec, held_out.spec)
@@ -85,7 +85,8 @@ def train(config: SimpleNamespace, run: Run) -> None:
         for _ in range(config.update["steps"]):
             optimizer.zero_grad()
             solved.add_gradient()
-            step(optimizer)
+            if step(optimizer) is None:
+                raise FloatingPointError("a gradient is not finite: the policy has diverged; lower optim.lr")
         schedule.step()
         update = {"time/train": run.seconds - began, **solved.metrics()}
         if "self_imitation/loss" not in update:

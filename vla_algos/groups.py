@@ -222,8 +222,8 @@ def check_signal(state: dict[str, Any], iteration: int, groups: Sequence[Group],
     in_a_row = state["iterations_without_signal"] = 0 if learnt else state.get("iterations_without_signal", 0) + 1
     if learnt:
         return ""
-    if in_a_row == patience:
-        state["ended"] = f"{in_a_row} iterations in a row without a group to learn from (patience={in_a_row})"
+    if in_a_row % patience == 0:  # resume=force continues the run for as many again
+        state["ended"] = f"{in_a_row} iterations in a row without a group to learn from (patience={patience})"
     failed, solved = sum(group.failed for group in groups), sum(group.solved for group in groups)
     found = f"{failed} failed every time, {solved} succeeded every time"
     if crashed := sum(not group.episodes for group in groups):

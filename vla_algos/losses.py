@@ -121,7 +121,7 @@ class ChunkPolicyLoss(ClipPPOLoss):
         if max_behaviour_weight is not None and not decoupled:
             raise ValueError(
                 f"max_behaviour_weight={max_behaviour_weight:g} bounds weights of the decoupled loss, which is off; "
-                "set decoupled=True, or max_behaviour_weight=None"
+                "set decoupled=True (ppo_async: sync.lag=1 or more), or max_behaviour_weight=None"
             )
         critic_coeff, clip_value = self._critic
         # functional=False: the loss works on the policy's own parameters, no copies. The policy is actor

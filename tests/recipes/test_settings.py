@@ -152,8 +152,11 @@ def test_a_wrong_setting_is_one_clear_error_before_any_work(name, overrides, mes
         GlobalHydra.instance().clear()
 
 
-@pytest.mark.parametrize("name", ["ppo", "grpo"])
-def test_training_episodes_come_in_the_order_that_is_asked_for(name, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "more", "runs"),
+    [("ppo", [], 1), ("grpo", [], 8), ("rs", ["env.group_size=4"], 4), ("dagger", ["sharding.cpu_offload=true"], 1)],
+)
+def test_training_episodes_come_in_the_order_and_as_often_as_asked_for(name, more, runs, tmp_path, monkeypatch):
     begun = []
 
     def stop(spec, num_envs, chunk_size, episodes, **_):
@@ -163,11 +166,12 @@ def test_training_episodes_come_in_the_order_that_is_asked_for(name, tmp_path, m
     monkeypatch.setattr(vla_envs.make, "VLAEnv", stop)
     try:
         with pytest.raises(Started):
-            main_of(name)(composed(name, ["env=metaworld_faucets", "episode_order=ordered"], tmp_path))
+            main_of(name)(composed(name, ["env=metaworld_faucets", "episode_order=ordered", *more], tmp_path))
     finally:
         GlobalHydra.instance().clear()
     (sampler,) = begun
     assert isinstance(sampler, EpisodeSampler)
+    assert sampler.group_size == runs
     groups = [[sampler.next() for _ in range(sampler.group_size)] for _ in range(2 * 10)]
     assert all(episode == first for first, *others in groups for episode in others)
     assert len({(first.task_id, first.trial_id) for first, *_ in groups}) == 2 * 10
@@ -191,14 +195,18 @@ def test_a_run_resumes_in_what_auto_became_when_it_began(tmp_path, monkeypatch, 
     assert policy.config.compute == "bf16"
     assert "policy.compute=auto: bf16 on this machine" in capsys.readouterr().out
     policy.save_pretrained(tmp_path / "elsewhere")
+    (tmp_path / "checkpoints" / "step_00000001").mkdir(parents=True)
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)  # it is resumed on another machine
     with begun() as run, pytest.warns(UserWarning, match="no instructions for bfloat16"):
         assert policy_of(run).config.compute == "bf16"
     (tmp_path / "config.yaml").unlink()
     with begun() as run:
         assert policy_of(run).config.compute == "float32"
-    with begun(f"policy.checkpoint={tmp_path / 'elsewhere'}") as run, pytest.warns(UserWarning, match="bfloat16"):
-        assert policy_of(run).config.compute == "bf16"
+    for _ in range(2):
+        with begun(f"policy.checkpoint={tmp_path / 'elsewhere'}") as run:
+            with pytest.warns(UserWarning, match="bfloat16"):
+                assert policy_of(run).config.compute == "bf16"
+            note_start(run.config, tmp_path)
 
 
 @pytest.mark.parametrize("setting", ["policy.chunk_size=500", "env.max_episode_steps=3", "seed=1"])

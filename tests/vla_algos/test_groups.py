@@ -85,7 +85,11 @@ def test_groups_without_signal_are_dropped_and_change_nothing():
     for iteration in (5, 6):
         assert "ended" not in state
         check_signal(state, iteration, [failed], learnt=False, patience=2)
-    assert state["ended"] == "2 iterations in a row without a group to learn from (patience=2)"
+    assert state.pop("ended") == "2 iterations in a row without a group to learn from (patience=2)"
+    for iteration in (7, 8):  # resume=force has it continue
+        assert "ended" not in state
+        check_signal(state, iteration, [failed], learnt=False, patience=2)
+    assert state["ended"] == "4 iterations in a row without a group to learn from (patience=2)"
 
 
 def test_bounds_are_success_rates_whatever_the_reward():

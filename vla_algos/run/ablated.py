@@ -17,7 +17,7 @@ from vla_algos.results import IDENTITY, NAME, files_of, finished_episodes
 from vla_algos.run.comparing import ablated_file
 from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.run import Run
-from vla_algos.run.seeds import seed_rank
+from vla_algos.run.seeds import random_state, seed_rank, set_random_state
 from vla_algos.run.videos import save_videos
 from vla_common.plain import read_json
 from vla_envs import SimulatorSpec, VLAEnv
@@ -89,8 +89,10 @@ class AblatedEvaluation:
             if "other_trial" in self.names:
                 seen = stack.enter_context(ablations.SeenImages(self.run.folder))
                 seen.check_room(self.spec, len(self._episodes), policy.chunk_size)
+            seed_rank(self.run.config.seed)
+            numbers = random_state()
             for name in ["", *self.names]:  # "" is the evaluation as it is
-                seed_rank(self.run.config.seed)
+                set_random_state(numbers)
                 options = {"policy": policy, **self._options(name, policy.chunk_size, seen, results)}
                 results[name] = self._evaluate(name, env, **options)
                 if results[name].failure:

@@ -135,7 +135,7 @@ def _check_processes(found: Mapping[str, Any]) -> None:
             numbers = {}  # those that collect share them, which Roles checks
         check_job(launcher, numbers)
         distributed.check_shards(found.get("sharding", {}).get("shards", "all"), processes)
-    if found.get("sharding", {}).get("cpu_offload") and found["offload"]["optimizer"]:
+    if found.get("sharding", {}).get("cpu_offload") and found.get("offload", {}).get("optimizer"):
         raise ValueError(
             "offload.optimizer=true: with sharding.cpu_offload=true Adam is in host memory already; leave one of them "
             "out"

@@ -98,10 +98,11 @@ def own_share(
     return settings
 
 
-def training_episodes(config: SimpleNamespace, spec: SimulatorSpec, group_size: int) -> EpisodeSampler:
-    """Sample this process's share of the training episodes of ``config.seed``, each ``group_size`` times."""
+def training_episodes(config: SimpleNamespace, spec: SimulatorSpec, group_size: int | None = None) -> EpisodeSampler:
+    """Sample this process's share of ``config.seed``'s training episodes, ``env.group_size`` times unless given."""
     own = {"rank": distributed.rank(), "world_size": distributed.world_size()}
-    return EpisodeSampler(spec, config.seed, mode=config.episode_order, group_size=group_size, **own)
+    size = group_size or config.env.get("group_size", 1)
+    return EpisodeSampler(spec, config.seed, mode=config.episode_order, group_size=size, **own)
 
 
 def check_share(settings: Mapping[str, Any], policy: VLAPolicy) -> None:

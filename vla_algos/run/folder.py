@@ -129,13 +129,14 @@ OmegaConf.register_new_resolver("new_folder", new_folder, use_cache=True, replac
 def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
     if not (folder / "config.yaml").is_file():
         return
+    settle_auto(config, folder)
     before, now = flat(settings_of(folder)), flat(plain(config))
+    advice = "take another folder: hydra.run.dir=..."
     if (recipe := before.get("recipe", config.recipe)) != config.recipe:
         raise ValueError(f"{folder} is of the recipe {recipe}, not {config.recipe}; take another: hydra.run.dir=...")
     if not hasattr(config, "resume"):
         if (folder / "metrics.json").exists():
-            raise ValueError(f"{folder} has a finished evaluation in it; take another folder: hydra.run.dir=...")
-        advice = "take another folder: hydra.run.dir=..."
+            raise ValueError(f"{folder} has a finished evaluation in it; {advice}")
     else:
         steps = [int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*")]
         setting, planned = _planned(config)
@@ -147,14 +148,13 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
         if config.resume == "force" or not steps:
             return
         if config.resume == "never":
-            raise ValueError(f"{folder} has a run in it, and resume=never; take another folder: hydra.run.dir=...")
-        advice = "take another folder (hydra.run.dir=...), or resume it with the new settings: resume=force"
+            raise ValueError(f"{folder} has a run in it, and resume=never; {advice}")
     if not before:
         tqdm.write(f"{folder / 'config.yaml'} could not be read, so that nothing tells whether its settings were these")
         return
     other = _other(config, before, now)
-    if {"seed", "env.id", "episode_order"} & set(other):
-        advice = "take another folder: hydra.run.dir=..."  # its episodes are others
+    if hasattr(config, "resume") and not {"seed", "env.id", "episode_order"} & set(other):  # those choose the episodes
+        advice = "take another folder (hydra.run.dir=...), or resume it with the new settings: resume=force"
     if other:
         shown = "\n".join(f"  {key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in other)
         raise ValueError(f"{folder} has a run of other settings:\n{shown}\n  {advice}")

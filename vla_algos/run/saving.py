@@ -194,7 +194,7 @@ class Saver:
             raise CheckpointError(
                 f"the weights after iteration {iteration} are not finite ({len(found)} tensors, such as "
                 f"{found[0]}): the policy has diverged and is not saved; the last good checkpoint is {good or 'none'}; "
-                "continue from it with a lower learning rate: type the same command, with resume=force optim.lr=..."
+                "continue from it: type the same command with resume=force and a lower optim.lr (update.lr, cloning.lr)"
             )
 
 

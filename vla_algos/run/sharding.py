@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+import psutil
 import torch
 
 from vla_algos import distributed
@@ -96,30 +97,25 @@ def say_host_memory(policy: VLAPolicy, plan: MemoryPlan) -> None:
     distributed.barrier()  # or a process might find taken what it has counted among the needed
     kept = "weights, gradients and Adam" if plan.cpu_offload else "Adam"
     text = f"host memory for {kept} of {processes} process{'es' if processes > 1 else ''}: {needed:.3g} GB"
-    if free is not None and needed > free:
+    if needed > free:
         raise ValueError(
             f"{text}, and {free:.3g} GB of this machine are free; train adapters (policy.lora_rank=32), take more GPUs "
             "or machines, or a job with more memory (launcher.memory_gb)"
         )
-    print(text + ("" if free is None else f"; {free:.3g} GB of this machine are free"))
+    print(f"{text}; {free:.3g} GB of this machine are free")
 
 
 def say_room(needed: int, folder: Path) -> str:
     """Say what decisions will take, in bytes, of host memory and of the disk. ValueError: there is less of either."""
-    disk, memory = shutil.disk_usage(folder).free / 1e9, _free()
+    written = sum(file.stat().st_size for file in (folder / "replay").rglob("*"))  # by the run that is resumed
     text = f"decisions take up to {needed / 1e9:.3g} GB of host memory and of the disk"
-    for free, what in ((memory, "host memory"), (disk, "the disk")):
-        if free is not None and needed / 1e9 > free:
+    for free, what in ((_free(), "host memory"), ((shutil.disk_usage(folder).free + written) / 1e9, "the disk")):
+        if needed / 1e9 > free:
             raise ValueError(f"{text}, and {free:.3g} GB of {what} are free; type fewer iterations, or make room")
     return text
 
 
-def _free() -> float | None:
+def _free() -> float:
     """Return the GB of host memory that this machine, or what SLURM has given of it, can still give."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    free = next((int(line.split()[1]) * 1024 / 1e9 for line in lines if line.startswith("MemAvailable")), None)
-    given = int(os.environ.get("SLURM_MEM_PER_NODE", "0")) * 1024**2 / 1e9
-    return min(free, given) if free is not None and given else free
+    free, given = psutil.virtual_memory().available, int(os.environ.get("SLURM_MEM_PER_NODE", "0")) * 1024**2
+    return min(free, given or free) / 1e9

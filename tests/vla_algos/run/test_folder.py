@@ -25,7 +25,8 @@ from vla_algos.run.run import Run
 
 
 def settings(**changed):
-    return SimpleNamespace(**{"recipe": "ppo", "seed": 0, "resume": "auto", "optim": {"lr": 1e-3}} | changed)
+    usual = {"recipe": "ppo", "seed": 0, "resume": "auto", "policy": {}, "optim": {"lr": 1e-3}}
+    return SimpleNamespace(**usual | changed)
 
 
 def start(folder, **changed):
@@ -149,12 +150,12 @@ def test_a_broken_record_is_put_aside(content, tmp_path, capsys):
 
 
 def test_evaluations_are_not_mixed(tmp_path):
-    evaluation = SimpleNamespace(recipe="evaluate", seed=0, greedy=True)
+    evaluation = SimpleNamespace(recipe="evaluate", seed=0, policy={}, greedy=True)
     open_folder(evaluation, tmp_path).release()
     note_start(evaluation, tmp_path)
     open_folder(evaluation, tmp_path).release()  # it was broken off: again
     with pytest.raises(ValueError, match="greedy: True there, False now"):
-        open_folder(SimpleNamespace(recipe="evaluate", seed=0, greedy=False), tmp_path)
+        open_folder(SimpleNamespace(recipe="evaluate", seed=0, policy={}, greedy=False), tmp_path)
     with pytest.raises(ValueError, match=r"is of the recipe evaluate, not ppo"):
         open_folder(settings(), tmp_path)
     (tmp_path / "metrics.json").write_text("{}")
