@@ -67,11 +67,11 @@ def verify_checksums(folder: Path, share: tuple[int, int] = (0, 1), only: str | 
     if not problems:
         return
     delete = " ".join(f"-e '\\#  {_ODD.sub('.', name)}$#d'" for name in [*gone, *changed])
-    typed = [f"sed -i {delete} {folder / SUMS}"] * bool(delete)
-    typed += [f"(cd {folder} && sha256sum {shlex.join(extra)} >> {SUMS})"] * bool(extra)
+    typed = [f"cd {shlex.quote(str(folder))}", *[f"sed -i {delete} {SUMS}"] * bool(delete)]
+    typed += [f"sha256sum {shlex.join([*changed, *extra])} >> {SUMS}"] * bool(changed or extra)
     raise ChecksumError(
         f"{folder} {' and '.join(problems)} (by {SUMS}): damaged or exchanged; copy the folder again, or if you "
-        f"changed it on purpose type: {' && '.join(typed)}"
+        f"changed it on purpose type: ({' && '.join(typed)})"
     )
 
 
@@ -87,7 +87,7 @@ def read_checksums(folder: Path) -> dict[str, str]:
     if not digests or not inside or len(digests) != len(lines):
         raise ChecksumError(
             f"{folder / SUMS} is damaged, or not one of sha256sum; copy the folder again, or if you are sure of its "
-            f"files type: rm {folder / SUMS}"
+            f"files type: rm {shlex.quote(str(folder / SUMS))}"
         )
     return digests
 

@@ -170,7 +170,7 @@ def _telling(error: ValidationError, value: Any) -> list[Mapping[str, Any]]:
     """List what is wrong; of a list that could also be a number, only what is wrong with the list."""
     entries: list[Mapping[str, Any]] = list(error.errors(include_url=False))
     if isinstance(value, (list, tuple)):
-        entries = [each for each in entries if each["input"] != list(value) or "type" not in each["type"]] or entries
+        return [each for each in entries if each["input"] != list(value) or "type" not in each["type"]] or entries
     return entries
 
 

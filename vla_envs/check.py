@@ -128,8 +128,7 @@ def _difference(first: Sequence[_Seen], again: Sequence[_Seen]) -> str:
     for number, (one, other) in enumerate(zip(first, again, strict=False)):
         if differing := [text for name in one if (text := _unequal(name, one[name], other[name]))]:
             start, end = _length(first[:number]) + 1, _length(first[: number + 1])
-            when = f"in actions {start} to {end}" if number else "after reset"
-            return f"{', '.join(differing)} differ {when}"
+            return f"{', '.join(differing)} differ " + (f"in actions {start} to {end}" if number else "after reset")
     return ""
 
 

@@ -208,8 +208,7 @@ class VLAEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
         slots = self._slots(None)
-        lost = self.pool.step(self._take_actions(tensordict, slots))
-        return self._outcome(slots, lost)
+        return self._outcome(slots, self.pool.step(self._take_actions(tensordict, slots)))
 
     def _take_actions(self, tensordict: TensorDictBase, slots: np.ndarray) -> list[int]:
         """Write the actions of some slots where simulators read them; returns the slots that have an episode."""
@@ -334,8 +333,7 @@ class VLAEnv(EnvBase):
         return slots, *self._under_way[slots][1:]
 
     def _check_idle(self, slots: Iterable[int]) -> None:
-        busy = {slot for sent in self._under_way for slot in sent}
-        if both := sorted(busy.intersection(slots)):
+        if both := sorted({slot for sent in self._under_way for slot in sent}.intersection(slots)):
             raise RuntimeError(f"slots {both} are still processing what was sent: receive it first, or reset()")
 
     def _check_halves(self) -> None:

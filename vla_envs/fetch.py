@@ -232,7 +232,7 @@ def _install(packages: Packages, source: str | None) -> None:
         into = str(cache_folder() / packages.into)
         wanted += ["--upgrade", "--target", into]
     if find_spec("pip") is None:
-        raise OSError(f"no pip in {sys.executable}; type: uv pip install {' '.join(wanted)}")
+        raise OSError(f"no pip in {sys.executable}; type: uv pip install pip, then {_AGAIN}")
     ours = map(Requirement, metadata.requires(DISTRIBUTION) or [])
     needed = [f"{r.name}{r.specifier}" for r in ours if r.marker and r.marker.evaluate({"extra": packages.extra})]
     command = [sys.executable, "-m", "pip", "install", "-q", "--disable-pip-version-check", "--no-input"]

@@ -95,8 +95,7 @@ class InstructionsToBytes(Transform):
     def _apply_transform(self, value: Any) -> torch.Tensor:
         if isinstance(value, torch.Tensor):
             return value
-        encoded = texts.encode(texts.decode(value), self.width)
-        return encoded.view(*value.batch_size, self.width).to(value.device)
+        return texts.encode(texts.decode(value), self.width).view(*value.batch_size, self.width).to(value.device)
 
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Write bytes for the texts of ``tensordict``, and for those under ``next``."""

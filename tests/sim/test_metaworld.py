@@ -6,12 +6,13 @@ import pickle
 import subprocess
 import sys
 import zlib
+from importlib import metadata
 
 import numpy as np
 import pytest
 from simulators import some
 
-from vla_envs import Episode, list_envs, make_spec
+from vla_envs import Episode, list_envs, make_env, make_spec
 from vla_envs.metaworld.spec import suites
 from vla_envs.worlds import WorldCache
 
@@ -378,6 +379,22 @@ def test_wrong_reset_ranges_show_the_benchmarks_own():
     simulator = make_spec("metaworld/reach", reset_ranges={"reach-v3": [[0.0], [1.0]]}, **FAST).make()
     with pytest.raises(ValueError, match="needs 6 numbers"):
         simulator.reset(Episode(0, 0))
+
+
+@pytest.mark.parametrize(("package", "needed"), [("metaworld", "3.1.1"), ("mujoco", "3.3.0")])
+def test_other_versions_are_refused_by_name(package, needed, monkeypatch):
+    def version(name, real=metadata.version):
+        return "3.4.1" if name == package else real(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+    with pytest.raises(RuntimeError, match=f"belong to {package} {needed}, there is 3.4.1; type: pip install"):
+        make_env("metaworld/reach", 1)
+
+
+def test_metaworld_is_not_installed(monkeypatch):
+    monkeypatch.setattr("vla_envs.folders.find_spec", lambda name: None)
+    with pytest.raises(ModuleNotFoundError, match=r"needs metaworld, mujoco, .* type: pip install 'vla-torchrl\[metaw"):
+        make_env("metaworld/reach", 1)
 
 
 def test_a_missing_renderer_is_one_clear_error():

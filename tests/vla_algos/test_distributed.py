@@ -19,12 +19,14 @@ from tiny_policies import clipped, small
 from torch import nn
 from torchrl.objectives import ClipPPOLoss
 from toy import ToyActorCritic
+from walker import Walker, walker_spec
 
 from vla_algos import distributed
 from vla_algos.advantages import gae
 from vla_algos.distributed import assign_rows
 from vla_algos.learner import Learner
 from vla_algos.losses import ChunkClipPPOLoss
+from vla_algos.run.environments import own_share
 from vla_common.keys import ACTION_LOG_PROB, ACTION_TOKENS, ADVANTAGE, NEXT, STATE_VALUE, STATES, VALUE_TARGET
 from vla_policies.sharding import ShardGroup, gathered, reshard, shard
 
@@ -339,3 +341,15 @@ def test_each_process_has_a_gpu(gpus, chosen, monkeypatch):
     assert seen == chosen
     with pytest.raises(ValueError, match="process 9 of this machine has no GPU, there are 8: start as many processes"):
         distributed._choose_gpu(9, 8)
+
+
+@pytest.mark.parametrize("can_choose", [True, False])
+def test_each_process_draws_with_its_own_gpu_where_that_can_be_chosen(can_choose, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(distributed, "processes_started", lambda: 8)
+    if can_choose:
+        monkeypatch.setattr(Walker, "check_gpus", lambda spec, gpus: None, raising=False)
+    assert own_share({"num_envs": 4, "gpus": None}, walker_spec(), processes=1)["gpus"] == (
+        (3,) if can_choose else None
+    )

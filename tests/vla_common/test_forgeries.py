@@ -392,19 +392,22 @@ def type_it(said, after, folder):
 
 @pytest.mark.parametrize("name", ["x'; touch ran; echo '.json", "x#e touch ran", "x; touch ran; .json", "$(touch ran)"])
 def test_a_name_of_a_strangers_file_is_no_command(name, tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    write_checksums(tmp_path, ["config.json"])
-    with open(tmp_path / SUMS, "a") as sums:
+    folder = tmp_path / "a policy; touch ran"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    write_checksums(folder, ["config.json"])
+    (folder / "config.json").write_text("changed")
+    with open(folder / SUMS, "a") as sums:
         sums.write(f"{'0' * 64}  {name}\n")
     with pytest.raises(ChecksumError, match="on purpose type: ") as refused:
-        verify_checksums(tmp_path)
+        verify_checksums(folder)
     type_it(str(refused.value), "on purpose type: ", tmp_path)
-    verify_checksums(tmp_path)  # which it has repaired
-    (tmp_path / f"{name}.json").write_text("too many")
+    verify_checksums(folder)  # which it has repaired
+    (folder / f"{name}.json").write_text("too many")
     with pytest.raises(ChecksumError, match="on purpose type: ") as refused:
-        verify_checksums(tmp_path)
+        verify_checksums(folder)
     type_it(str(refused.value), "on purpose type: ", tmp_path)
-    verify_checksums(tmp_path)
+    verify_checksums(folder)
 
 
 def test_the_name_of_a_tokenizer_is_no_command(tmp_path):

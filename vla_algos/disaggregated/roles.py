@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 from omegaconf import DictConfig
 
 from vla_algos import distributed
@@ -60,8 +59,7 @@ class Roles:
         if named is not None and apart:
             raise ValueError(f"env.gpus={list(named)}: placement.env says it already; leave one of them out")
         settings = own_share(env, spec, pipeline, processes=len(self.rollouts))
-        several = distributed.processes_started() > 1 and torch.cuda.device_count() > 1
-        if named is None and self.collects and (apart or several):
+        if named is None and self.collects and apart:
             settings["gpus"] = self.placement.env_gpus(self.rank)
         return settings
 

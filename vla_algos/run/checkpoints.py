@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -314,8 +315,8 @@ def open_checkpoint(checkpoint: Path, verified: bool = False) -> SavedState:
         )
     if not (checkpoint / SUMS).is_file():
         raise BrokenCheckpoint(
-            f"{checkpoint} has no {SUMS}; if you are sure of the files type: (cd {checkpoint} && sha256sum *.json "
-            f"{_TENSORS}/* > {SUMS})"
+            f"{checkpoint} has no {SUMS}; if you are sure of the files type: (cd {shlex.quote(str(checkpoint))} && "
+            f"sha256sum *.json {_TENSORS}/* > {SUMS})"
         )
     wrong = [name for name, kind in _KINDS.items() if not isinstance(content.get(name), kind)]
     if wrong:

@@ -1,5 +1,6 @@
 """The environments of a run as this process starts them: that of training, and another suite of evaluations."""
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -72,18 +73,18 @@ def as_evaluated(spec: SimulatorSpec, trials: int | None) -> SimulatorSpec:
 def own_share(
     env: Mapping[str, Any],
     spec: SimulatorSpec,
-    pipeline: Mapping[str, Any] | None = None,
+    pipeline: Mapping[str, Any] = {},
     section: str = "env",
     processes: int | None = None,
 ) -> dict[str, Any]:
     """Return the settings of an environment as this process starts it: with its part of the simulators.
 
     Where ``num_workers`` is ``None`` there are as many as this process has cores, but no more than environments of a
-    stage. Of several processes on several GPUs each draws on its own. ``pipeline`` is the section of that name:
-    ``stages``, and ``overlap_resets`` where a recipe has it; ``processes`` share the simulators, ``None`` for all.
+    stage. Of several processes on several GPUs each draws on its own, where that can be chosen. ``pipeline`` is the
+    section: ``stages``, and ``overlap_resets`` where a recipe has it; ``processes`` share the simulators, ``None`` for
+    all.
     ValueError: they cannot be shared evenly, or there are fewer than stages.
     """
-    pipeline = pipeline or {}
     stages = pipeline.get("stages", 1)
     num_envs, workers = distributed.per_rank(env["num_envs"], f"{section}.num_envs", processes), env.get("num_workers")
     if workers is None:
@@ -94,7 +95,9 @@ def own_share(
         raise ValueError(f"pipeline.overlap_resets=true: {TOGETHER.format(id=batched)}")
     settings = {**env, "num_envs": num_envs, "num_workers": workers}
     if env.get("gpus") is None and distributed.processes_started() > 1 and torch.cuda.device_count() > 1:
-        settings["gpus"] = (torch.cuda.current_device(),)
+        with contextlib.suppress(ValueError):  # then they draw as those of a single process
+            spec.check_gpus(own := (torch.cuda.current_device(),))
+            settings["gpus"] = own
     return settings
 
 

@@ -57,9 +57,8 @@ def run_program(name: str, main: Callable[[], Any]) -> None:
             from vla_algos.run.training_env import evaluation_defaults  # it imports torch
 
             typed = evaluation_defaults(typed, conf)
-        if not {"-sc", "--shell-completion"} & {*typed}:  # whose words are no settings
-            typed = [for_hydra(each, conf) for each in typed]
-        sys.argv[1:] = typed
+        completed = {"-sc", "--shell-completion"} & {*typed}  # whose words are no settings
+        sys.argv[1:] = typed if completed else [for_hydra(each, conf) for each in typed]
         main()
         sys.stdout.flush()
     except (Exception, KeyboardInterrupt) as error:

@@ -144,8 +144,7 @@ class _Run:
         found, mean_of = {"all tasks": Row.of(pairs)}, self._nested.get("eval", {}).get("mean_of")
         if mean_of and groups.keys() >= {*mean_of}:
             found[f"mean of {', '.join(mean_of)}"] = Row.mean([groups[name] for name in mean_of])
-        grouped = {f"all {name}": row for name, row in groups.items() if len(groups) > 1}
-        return found | grouped | rows_of(pairs, "task")
+        return found | {f"all {name}": row for name, row in groups.items() if len(groups) > 1} | rows_of(pairs, "task")
 
     @property
     def command(self) -> str:

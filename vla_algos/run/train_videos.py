@@ -132,8 +132,7 @@ class _TrainActions:
         """Take a decision ``[k]`` of some environments."""
         actions = iter(executed(outcome))
         rows = zip(*(outcome[key].flatten().tolist() for key in _READ), strict=True)
-        counts = outcome[keys.NEXT, keys.STEP_MASK].sum(-1).tolist()
-        for slot, count, row in zip(slots, counts, rows, strict=True):
+        for slot, count, row in zip(slots, outcome[keys.NEXT, keys.STEP_MASK].sum(-1).tolist(), rows, strict=True):
             task, trial, once, at_end, total, length, crashed, done = row
             before, new = self._running.pop(slot, None), [*islice(actions, count)]
             if task < 0 or crashed:

@@ -172,9 +172,9 @@ class SimulatorEnv(gymnasium.Env):
     def _observe(self, simulator: Simulator) -> dict[str, Any]:
         seen = simulator.observe()
         states = check_observation(self.simulator_spec, seen)
-        self._observation = {
-            keys.IMAGES: np.array(seen.images),  # a copy: the next frame may be drawn into the same memory
-            keys.STATES: states,
+        self._observation = {  # copies: the next observation may be written into the same memory
+            keys.IMAGES: np.array(seen.images),
+            keys.STATES: np.array(states),
             keys.TASK_DESCRIPTIONS: seen.task_description,
         }
         if seen.wrist_images is not None:

@@ -167,6 +167,7 @@ def make_spec(
         perturbs=("start", "camera", "light", "distractors"),
         max_episode_steps=steps,
         control_frequency=CONTROL_FREQUENCY,
+        protocol=f"{protocol}: {steps} actions, {settle} settle steps, fixtures as drawn {draws}",
         protocol_deviations=(*deviations, *describe_assets(assets)),
         options={
             "settle_steps": settle,

@@ -142,8 +142,7 @@ class BatchedWorlds:
         """Draw all worlds; those of ``slots`` that are not finite are lost, and show zeros."""
         from vla_envs.maniskill.scene import CAMERA
 
-        frames = self._world._get_obs_sensor_data()[CAMERA]["rgb"]
-        self.arrays.images = resize(frames, *self.spec.image_shape)
+        self.arrays.images = resize(self._world._get_obs_sensor_data()[CAMERA]["rgb"], *self.spec.image_shape)
         states = self._world.agent.robot.get_qpos().cpu().numpy()
         broken = ~np.isfinite(states).all(1)
         for slot in [slot for slot in slots if broken[slot]]:

@@ -20,8 +20,9 @@ from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 if TYPE_CHECKING:
     from vla_envs.maniskill.expert import Expert
 
-INSTALL = "pip install -c constraints.txt 'vla-torchrl[maniskill]'"
-_check_installed = partial(check_installed, "ManiSkill", {"mani_skill": "mani_skill", "sapien": "sapien"}, {}, INSTALL)
+INSTALL = "pip install 'vla-torchrl[maniskill]'"
+_VERSIONS = {"mani_skill": "3.0.1", "sapien": "3.0.3"}  # whose physics and pixels results belong to
+_check_installed = partial(check_installed, "ManiSkill", {name: name for name in _VERSIONS}, _VERSIONS, INSTALL)
 _ROUNDS = 4  # of a Feistel network: enough to look random
 
 

@@ -4,15 +4,19 @@ import sys
 import warnings
 import zlib
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
 
+from vla_envs.folders import check_installed
 from vla_envs.rendering.egl import check_gpus
 from vla_envs.simulator import Episode, Observation, Outcome, SimulatorSpec
 from vla_envs.stress import hand_way
 
+_VERSIONS = {"metaworld": "3.1.1", "mujoco": "3.3.0"}  # whose episodes and pixels results belong to
+INSTALL = "pip install 'vla-torchrl[metaworld]'"
+_check_installed = partial(check_installed, "Meta-World", {name: name for name in _VERSIONS}, _VERSIONS, INSTALL)
 _TABLE = (-0.4, 0.45), (0.4, 0.95)  # m; the part in view
 _MOVE = 0.01  # m; of the hand, by an action of 1
 _ACTIONS, _REST = 10, 5  # of the hand's way to its start
@@ -22,6 +26,7 @@ class MetaWorldSimulator:
     """Switching the task at ``reset`` costs 0.1 to 0.3 s when no built world of it is waiting in this process."""
 
     def __init__(self, spec: SimulatorSpec):
+        _check_installed()
         self.spec = spec
         from vla_envs.metaworld import worlds  # only now: it imports MuJoCo
 
@@ -31,6 +36,10 @@ class MetaWorldSimulator:
         self._task: Any = None  # of the running episode
         self._shaped = 0.0  # Meta-World's shaped reward of the current state, 0 to 10
         self._look: Any = None  # a Look, under stress
+
+    @staticmethod
+    def check(spec: SimulatorSpec) -> None:
+        _check_installed()
 
     @staticmethod
     def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
@@ -58,8 +67,7 @@ class MetaWorldSimulator:
     def perturb(self, kind: str, strength: float, random: np.random.Generator) -> bool:
         if kind == "start":
             move = np.append(hand_way(strength, random) / _ACTIONS / _MOVE, 0).astype(np.float32)
-            moves = [*[move] * _ACTIONS, *[0 * move] * _REST]
-            return not any([self.step(each).success for each in moves])
+            return not any([self.step(each).success for each in [*[move] * _ACTIONS, *[0 * move] * _REST]])
         self._look = self._look or self._worlds.Look(_TABLE, self._world.model, self._world.data)
         self._look.draw(kind, strength, random)
         return True
@@ -86,8 +94,7 @@ class MetaWorldSimulator:
         observation = np.hstack((current, current, world._get_pos_goal()))
         with warnings.catch_warnings():  # that the action is out of bounds, which is why it is clipped here
             warnings.simplefilter("ignore")
-            action = _expert(self._task.name).get_action(observation)
-        return np.clip(action, -1.0, 1.0).astype(np.float32)
+            return np.clip(_expert(self._task.name).get_action(observation), -1.0, 1.0).astype(np.float32)
 
     def close(self) -> None:
         if self._built is not None:

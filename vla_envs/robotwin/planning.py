@@ -76,8 +76,7 @@ class _Anything:
 @contextlib.contextmanager
 def stand_ins() -> Iterator[None]:
     """Let modules that are imported within find these stand-ins; later ones find what is installed."""
-    names = ("mplib", "mplib.planner", "mplib.sapien_utils", "mplib.pymp")
-    modules = {name: types.ModuleType(name) for name in names}
+    modules = {name: types.ModuleType(name) for name in ("mplib", "mplib.planner", "mplib.sapien_utils", "mplib.pymp")}
     top, planner, utilities, pymp = modules.values()
     vars(top).update(__path__=[], Planner=Planner, Pose=_Anything, planner=planner, sapien_utils=utilities, pymp=pymp)
     vars(planner).update(Planner=Planner)

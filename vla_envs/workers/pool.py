@@ -299,8 +299,7 @@ class WorkerPool:
             waiting = [slot for slot in slots if slot in self._displaced]
             if not waiting:
                 break
-            exchange = self._begin_send(waiting)
-            if exchange is None:
+            if (exchange := self._begin_send(waiting)) is None:
                 for slot in waiting:
                     self._lose(slot)
                 break
@@ -397,8 +396,7 @@ class WorkerPool:
     def answers(self, asked: Iterable[int]) -> list[tuple[int, Any, str | None]]:
         """Wait for events: ``(worker, (ok, answer), None)``, or an error if it died or ran out of time."""
         processes = {worker: self.process(worker) for worker in asked}
-        timeout = min(process.deadline for process in processes.values()) - time.monotonic()
-        wait(processes.values(), timeout)
+        wait(processes.values(), min(process.deadline for process in processes.values()) - time.monotonic())
         events: list[tuple[int, Any, str | None]] = []
         for worker, process in processes.items():
             try:

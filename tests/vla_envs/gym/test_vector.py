@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from unittest import mock
 
 import gymnasium
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 from gym_vector import HORIZON, counting_spec, make_pair
 from gymnasium.vector import AutoresetMode
+from walker import Walker, walker_spec
 
 from vla_common import keys
+from vla_envs.gym import SimulatorEnv
 from vla_envs.workers.pool import WorkerPool
 
 N = 4
@@ -298,3 +301,18 @@ def test_torchrl_wraps_it(make):
         assert rollout["next", "done"][:, step, 0].tolist() == done.tolist()
         if done.any():
             observations, _ = plain.reset(options={"reset_mask": done})
+
+
+def test_what_one_environment_showed_stays_as_it_was(monkeypatch):
+    """Where a simulator shows the memory that it writes its next state into."""
+    states, observe = np.zeros(3, np.float32), Walker.observe
+
+    def shown(self):
+        states[:] = self.position
+        return replace(observe(self), states=states)
+
+    monkeypatch.setattr(Walker, "observe", shown)
+    env = SimulatorEnv(walker_spec())
+    seen, _ = env.reset(seed=0)
+    after = env.step(np.ones(2, np.float32))[0]
+    assert (seen[keys.STATES] != after[keys.STATES]).all()
