@@ -9,7 +9,7 @@ RUN apt-get update \
         git make libegl1 libegl-mesa0 libgl1-mesa-dri libosmesa6 libx11-6 libgl1 libglib2.0-0 \
     && rm -rf /var/lib/apt/lists/*
 
-# Whoever runs it need not be this user (docker run --user, Apptainer): all may read what is installed.
+# Another user may run it (docker run --user, Apptainer): all may read what is installed.
 RUN useradd --uid 1000 --create-home --home-dir /opt/vla vla
 WORKDIR /opt/vla/vla-torchrl
 COPY Makefile pyproject.toml constraints.txt setup.py README.md LICENSE ./
