@@ -13,6 +13,7 @@ from vla_algos.run.gpu import CARDS, Fitting
 from vla_algos.run.training_env import evaluation_defaults
 from vla_common.experiments import find_experiments
 from vla_policies.memory import MemoryPlan, PolicyMemory, usable
+from vla_policies.processing.adapters import published_settings
 from vla_policies.registry import meta_policy
 
 GUIDE = 8  # GPUs of RLinf's runs
@@ -46,6 +47,8 @@ def settings_of(config):
         found.setdefault("config_name", "pi05_aloha_robotwin" if benchmark == "robotwin" else f"pi05_{benchmark}")
     elif benchmark in DIMENSIONS:
         found |= DIMENSIONS[benchmark]
+    elif config["policy"]["family"] == "smolvla":
+        found = {**published_settings(benchmark, "lerobot"), **found}
     return found
 
 
