@@ -411,4 +411,4 @@ def add_log_prob(
     """
     parts = batch.split(minibatch_size)
     log_probs = [policy.evaluate_actions(part if device is None else part.to(device))[0] for part in parts]
-    return batch.set(key, torch.cat(log_probs).to(batch.device))
+    return batch.set(key, torch.cat(log_probs).to(batch[keys.ACTION_LOG_PROB].device))

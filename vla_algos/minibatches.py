@@ -147,7 +147,7 @@ class Minibatches:
             with gathered(self.policy):
                 if samples is not None:
                     before = set(samples.keys(True, True))
-                    samples = self.policy.precompute(samples)
+                    samples = self.policy.precompute(samples.clear_device_())  # or it would be moved to host memory
                     computed = set(samples.keys(True, True)) - before
         if getattr(self.loss_module, "decoupled", False):
             largest = 0.0

@@ -70,8 +70,7 @@ class EpisodeSampler:
             task_id, trial_id = divmod(int(order[group % pairs]), self.spec.trials)
         else:
             draw = np.random.default_rng([self.seed, _TRAINING, 0 if self.mode == "fixed" else group])
-            task_id = self._draw_task(draw)
-            trial_id = int(draw.integers(self.spec.initial_states or 2**31))
+            task_id, trial_id = self._draw_task(draw), int(draw.integers(self.spec.initial_states or 2**31))
         return Episode(task_id, trial_id, self.seed, group_id=group)
 
     def _draw_task(self, draw: np.random.Generator) -> int:

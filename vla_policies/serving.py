@@ -24,6 +24,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
 from websockets.http11 import Request, Response
+from websockets.protocol import State
 
 from vla_common.checksums import identity
 from vla_common.keys import ACTION, IMAGES, STATES, TASK_DESCRIPTIONS, WRIST_IMAGES
@@ -37,11 +38,13 @@ from vla_policies.remote.wire import LARGEST, Names, ProtocolName, complete_name
 Port = Annotated[int, Ge(0), Le(65_535)]
 _CLIENTS = 256  # connections at a time; each may hold a message of LARGEST bytes
 _LONGEST = 2000  # characters of an instruction
+_MOST = 4096  # observations of a message, and pixels of a side
 _PATIENCE = 60.0  # seconds in which a client has to take its answer
 
 
 @dataclass
 class _Request:
+    client: ServerConnection
     rows: dict[str, Any]  # [n, ...] by our keys
     answer: asyncio.Future[np.ndarray]  # [n, C, A]
     came: float = field(default_factory=time.monotonic)
@@ -117,7 +120,7 @@ class PolicyServer:
                 await client.send(pack(self.metadata))
             async for message in client:
                 try:
-                    answer = await self._answer(message, chunk)
+                    answer = await self._answer(client, message, chunk)
                 except (ValueError, RuntimeError) as error:  # what the client sent, or the policy says of it
                     self.counts["errors"] += 1
                     answer = self._failure(one_line(str(error)))
@@ -125,12 +128,14 @@ class PolicyServer:
                     async with asyncio.timeout(_PATIENCE):
                         await client.send(answer)
 
-    async def _answer(self, message: str | bytes, chunk: deque[np.ndarray]) -> str | bytes | None:
+    async def _answer(
+        self, client: ServerConnection, message: str | bytes, chunk: deque[np.ndarray]
+    ) -> str | bytes | None:
         content = unpack(message)
         if self.protocol == "openpi":
             rows, alone = self._rows(content)
             began = time.monotonic()
-            actions = await self._actions(rows)
+            actions = await self._actions(client, rows)
             timing = {"infer_ms": 1000 * (time.monotonic() - began)}
             return pack({"actions": actions[0] if alone else actions, "server_timing": timing})
         kind, number = (content.get("type"), content.get("seq")) if isinstance(content, dict) else (None, None)
@@ -141,7 +146,7 @@ class PolicyServer:
             payload |= {"capabilities": {}, "observation_params": wants, "identity": self.metadata["identity"]}
         elif kind == "observation":
             if not chunk:
-                chunk.extend((await self._actions(self._rows(content.get("payload"))[0]))[0])
+                chunk.extend((await self._actions(client, self._rows(content.get("payload"))[0]))[0])
             kind, payload = "action", {"actions": chunk.popleft()}
         elif kind in ("episode_start", "episode_end"):
             chunk.clear()
@@ -162,26 +167,26 @@ class PolicyServer:
         alone = isinstance(texts, str)
         found[TASK_DESCRIPTIONS] = texts = [texts] if alone else texts
         right = isinstance(texts, list) and all(isinstance(text, str) and len(text) <= _LONGEST for text in texts)
-        if not right or not texts:
-            name = self.names[TASK_DESCRIPTIONS][0]
-            raise ValueError(f"{name!r} must be a text of at most {_LONGEST} characters, or a list of them")
+        if not right or not 0 < len(texts) <= _MOST:
+            wanted = f"a text of at most {_LONGEST} characters, or a list of at most {_MOST} of them"
+            raise ValueError(f"{self.names[TASK_DESCRIPTIONS][0]!r} must be {wanted}")
         for key, dimensions in {IMAGES: 3, WRIST_IMAGES: 4, STATES: 1}.items():
             if (value := found.get(key)) is None:
                 continue
-            kinds = "fiu" if key == STATES else "u"
             value = value[None] if alone and isinstance(value, np.ndarray) else value
             last = self.policy.state_dim if key == STATES else 3
-            right = isinstance(value, np.ndarray) and value.dtype.kind in kinds and value.ndim == dimensions + 1
-            if not right or len(value) != len(texts) or value.shape[-1] != last or 0 in value.shape:
-                wanted = f"{last} numbers" if key == STATES else "uint8 [height, width, 3]"
+            right = isinstance(value, np.ndarray) and value.ndim == dimensions + 1 and 0 not in value.shape
+            right = right and (value.dtype.kind in "fiu" if key == STATES else value.dtype == np.uint8)
+            if not right or len(value) != len(texts) or value.shape[-1] != last or max(value.shape[1:]) > _MOST:
+                wanted = f"{last} numbers" if key == STATES else f"uint8 [height, width, 3], at most {_MOST} a side,"
                 raise ValueError(f"{', '.join(self.names[key])!r} must be {wanted} for each of {len(texts)} texts")
             found[key] = value.astype(np.float32 if key == STATES else np.uint8, copy=False)
         return found, alone
 
     # ---- the policy
 
-    async def _actions(self, rows: dict[str, Any]) -> np.ndarray:
-        request = _Request(rows, asyncio.get_running_loop().create_future())
+    async def _actions(self, client: ServerConnection, rows: dict[str, Any]) -> np.ndarray:
+        request = _Request(client, rows, asyncio.get_running_loop().create_future())
         self._waiting.add(request.answer)
         self._queue.put_nowait(request)
         try:
@@ -196,8 +201,10 @@ class PolicyServer:
         while True:
             batch = [left.pop() if left else await self._queue.get()]
             await self._gather(batch, left)
-            batch = [request for request in batch if not request.answer.done()]  # whose client is still there
-            if not batch:
+            for request in batch:
+                if request.client.state is not State.OPEN and not request.answer.done():
+                    request.answer.set_exception(RuntimeError("the client is gone"))
+            if not (batch := [request for request in batch if not request.answer.done()]):
                 continue
             rows = {key: _joined([request.rows[key] for request in batch]) for key in batch[0].rows}
             try:
@@ -252,7 +259,7 @@ class PolicyServer:
         if request.path == "/metrics":  # as Prometheus reads it
             lines = (f"vla_policy_{name} {value}" for name, value in {**self.counts, **now}.items())
             return client.respond(HTTPStatus.OK, "\n".join(lines) + "\n")
-        if len(self._server.connections) >= _CLIENTS:
+        if max(len(self._server.connections), len(self._waiting)) >= _CLIENTS:
             return client.respond(HTTPStatus.SERVICE_UNAVAILABLE, f"{_CLIENTS} clients are here already\n")
         return None
 

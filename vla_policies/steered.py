@@ -80,7 +80,7 @@ class SteeredConfig:
     noise: Literal["repeated", "whole"] = "repeated"
     reach: Positive = 1.0
     width: Width = 128
-    layers: Annotated[int, Ge(1), Le(100)] = 2
+    layers: Annotated[int, Ge(1), Le(8)] = 2
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -126,7 +126,7 @@ class SteeredPolicy(VLAPolicy):
     @torch.no_grad()
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         base, config = self.base, self.config
-        seen = base.write_prompt(tensordict.copy())
+        seen = base.write_prompt(tensordict.copy().clear_device_())
         observed = base.observe(seen)
         features, plan = self._look(observed, len(seen))
         dist = self.actor.get_dist(TensorDict({FEATURES: features.float()}, [len(features)]))

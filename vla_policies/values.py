@@ -36,5 +36,4 @@ class ValueOperator(TensorDictModuleBase):
                 f"a gradient needs policy.loss_keys in the batch, which lacks {missing}; or use torch.no_grad()"
             )
         with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
-            seen = self.policy(tensordict.select(*self.policy.in_keys))
-        return tensordict.set(STATE_VALUE, seen.get(STATE_VALUE))
+            return tensordict.set(STATE_VALUE, self.policy(tensordict.select(*self.policy.in_keys)).get(STATE_VALUE))

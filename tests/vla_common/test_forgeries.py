@@ -504,13 +504,20 @@ def test_a_packed_file_of_tensors_is_refused(tmp_path):
         load_tensors(tmp_path / "small.pt")
 
 
-def test_numbers_of_a_checkpoint_do_not_keep_it_busy(pristine, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "number", "said"),
+    [
+        ("num_hidden_layers", 1_000_000, "1000000 layers of width"),
+        ("hidden_size", 8_000_000, "of width 8000000, its w"),
+    ],
+)
+def test_numbers_of_a_checkpoint_do_not_keep_it_busy(name, number, said, pristine, tmp_path):
     policy = shutil.copytree(pristine / "openvla", tmp_path / "openvla")
     config = json.loads((policy / "config.json").read_text())
-    config["text_config"]["num_hidden_layers"] = 1_000_000
+    config["text_config"][name] = number
     (policy / "config.json").write_text(json.dumps(config))
     (policy / SUMS).unlink()
-    with pytest.raises(ValueError, match="has 1000000 layers, its weights have not"):
+    with pytest.raises(ValueError, match=said):
         load_policy(policy)
 
 

@@ -25,7 +25,8 @@ def check_outcome(spec: SimulatorSpec, outcome: Outcome, source: str = "step ret
     except AttributeError:
         raise WrongAnswer(f"{source} {_kind(outcome)}, must be an Outcome") from None
     reward, success = _plain(reward), _plain(success)
-    if not isinstance(reward, Real) or not -_LARGEST <= reward <= _LARGEST:  # nan is neither
+    is_number = isinstance(reward, Real)
+    if not is_number or not -_LARGEST <= reward <= _LARGEST:  # nan is neither
         raise WrongAnswer(f"reward is {_kind(reward)}, must be a finite number")
     if not isinstance(success, Real) or success not in (0, 1):
         raise WrongAnswer(f"success is {_kind(success)}, must be True or False")

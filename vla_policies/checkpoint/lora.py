@@ -11,7 +11,7 @@ from torch import nn
 
 from vla_common.checksums import verify_checksums, write_checksums
 from vla_common.plain import read_json
-from vla_common.settings import BelowOne, Positive, Width, check_settings
+from vla_common.settings import Positive, Width, check_settings
 from vla_policies.checkpoint.parts import check_finite, in_first, write_safetensors
 from vla_policies.checkpoint.weights import Entry, check_layout, fill, list_weights
 
@@ -22,7 +22,8 @@ ADAPTER = "lora_adapter"  # folder in a checkpoint, and the option that says tha
 _NAME = "default"
 _PREFIX = "base_model.model."  # of the names in peft's files
 _Layers = Annotated[str, StringConstraints(pattern=r"^(\.\*)?[^*+{?]*$")]  # peft's expressions, quick to match
-# Of what peft reads: its configuration names modules to import and files too.
+# Of what peft reads: its configuration names modules to import and files too. Left out is dropout, which would give a
+# decision another probability in each pass.
 _FIELDS: dict[str, Any] = {
     "r": Width,
     "lora_alpha": Positive,
@@ -31,12 +32,11 @@ _FIELDS: dict[str, Any] = {
     "target_modules": list[str] | str,
     "modules_to_save": list[str],
     "base_model_name_or_path": str,
-    "lora_dropout": BelowOne,
     "bias": Literal["none", "all", "lora_only"],
-    **dict.fromkeys(("use_rslora", "fan_in_fan_out", "lora_bias"), bool),
+    **dict.fromkeys(("use_rslora", "fan_in_fan_out"), bool),
 }
 _OTHERS = (
-    *("use_dora", "use_qalora", "use_bdlora", "layer_replication", "target_parameters"),
+    *("use_dora", "use_qalora", "use_bdlora", "lora_bias", "layer_replication", "target_parameters"),
     *("trainable_token_indices", "megatron_config", "alora_invocation_tokens"),
 )
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -5,6 +5,7 @@ RLinf has them among the weights: ``value_head.mlp.<n>.*``, linear layers with R
 ``logvar_max``, the logarithms of the smallest and largest variance. Ours compute the same by other names.
 """
 
+import itertools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -55,8 +56,8 @@ class StoredHeads:
         """Return a head's input and output sizes, ``(1024, 512, 256, 128, 1)``; ``None`` without."""
         numbers = {int(key.split(".")[-2]): key for key in self.layers.get(head, {}) if key.endswith(".weight")}
         shapes = [self.layers[head][numbers[number]].shape for number in sorted(numbers)]
-        if any(len(shape) != 2 for shape in shapes):
-            raise ValueError(f"the {head} of {self.path} has weights of shapes {shapes}, must be matrices")
+        if any(len(each) != 2 for each in shapes) or any(a[0] != b[1] for a, b in itertools.pairwise(shapes)):
+            raise ValueError(f"the {head} of {self.path} has weights of shapes {shapes}, must be matrices of one chain")
         return (shapes[0][1], *(shape[0] for shape in shapes)) if shapes else None
 
     def keys_of(self, heads: Mapping[str, nn.Module]) -> set[str]:

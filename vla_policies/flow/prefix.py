@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, cast
 
 import torch
@@ -22,6 +23,11 @@ class PrefixCache:
     layers: list[KeysValues]  # keys and values [N, kv_heads, P, head_dim] of each
     valid: Tensor  # bool [N, P], which of them are no padding
     output: Tensor | None = None  # hidden states [N, P, width], if they were asked for
+
+    @cached_property
+    def full(self) -> bool:
+        """Whether none of them is padding; a GPU is asked once, not in each step of denoising."""
+        return bool(self.valid.all())
 
     def repeat(self, count: int) -> "PrefixCache":
         """Return each row ``count`` times in a row, without ``output``."""

@@ -106,10 +106,10 @@ class OpenVLACheckpoint:
         shapes = {key: entry.shape for key, entry in entries.items()}
         vision = VisionConfig.from_shapes(shapes, heads_of(self.config))
         language = LlamaConfig.from_dict(self.config.get("text_config", {}))
-        if language.num_hidden_layers > len(entries):
-            raise ValueError(
-                f"text_config of {self.path} has {language.num_hidden_layers} layers, its weights have not"
-            )
+        width = shapes.get("language_model.model.embed_tokens.weight", (0,))[-1]
+        if language.num_hidden_layers > len(entries) or language.hidden_size != width:
+            said = f"{language.num_hidden_layers} layers of width {language.hidden_size}"
+            raise ValueError(f"text_config of {self.path} has {said}, its weights have not")
         padding = self.config.get("pad_to_multiple_of", PrismaticConfig.vocabulary_padding)
         with torch.device("meta"):
             return Prismatic(PrismaticConfig(vision, language, vocabulary_padding=padding)), entries

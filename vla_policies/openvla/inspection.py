@@ -55,8 +55,7 @@ def describe_checkpoint(folder: Path) -> Report:
         report.missing.append("proprioception: copy proprio_projector--*.pt of the original checkpoint")
     try:
         facts["weights"] = describe_weights(checkpoint.weights)
-        found = checkpoint.value_head_in_weights
-        facts["value head"] = "in the weights" if found else "no: a new one is initialised"
+        facts["value head"] = "in the weights" if checkpoint.value_head_in_weights else "no: a new one is initialised"
         model, entries = checkpoint.empty_model()
         load_weights(model, entries, unused=model.unused, what=str(folder), check=True)
     except (FileNotFoundError, ValueError) as error:

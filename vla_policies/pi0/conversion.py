@@ -82,8 +82,7 @@ def _to_lerobot(policy: Pi0, kind: str, tokenizer: dict[str, bytes]) -> LeRobotP
     }
     processors = make_processors(LeRobotPi0Checkpoint.kinds[kind], config, kind)
     folder = LeRobotPi0Checkpoint(policy.folder.path, config, {}, processors, (statistics, statistics), tokenizer, {})
-    settings = LeRobotConfig(**_settings(policy), cameras=cameras)
-    return LeRobotPi0(policy.model, folder, settings)
+    return LeRobotPi0(policy.model, folder, LeRobotConfig(**_settings(policy), cameras=cameras))
 
 
 def _to_openpi(policy: LeRobotPi0, kind: str, tokenizer: bytes) -> Pi0:

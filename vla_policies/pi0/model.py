@@ -120,7 +120,7 @@ class Pi0Model(PrefixModel):
         seen = prefix.valid.sum(1, keepdim=True)
         positions = seen + torch.arange(new, device=seen.device)
         mask = None
-        if new > horizon or not bool(prefix.valid.all()):
+        if new > horizon or not prefix.full:
             own = prefix.valid.new_ones(new, new)
             own[: new - horizon, new - horizon :] = False  # the state token of pi0 does not see the actions
             own = own.expand(len(seen), -1, -1)

@@ -71,5 +71,4 @@ class ModelImages:
         if keys.IMAGES in tensordict:
             return self.resize_cameras(self.cameras(tensordict))
         images = tensordict.get(keys.MODEL_IMAGES)
-        ready = images.shape[2:4] == self.model_image_size
-        return images if ready else self.resize_cameras(images.unbind(1))
+        return images if images.shape[2:4] == self.model_image_size else self.resize_cameras(images.unbind(1))

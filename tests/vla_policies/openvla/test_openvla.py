@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from closeness import assert_near, relative, rounding_error, through
+from lerobot_checkpoint import change_json
 from openvla_checkpoint import GOLDEN, act, golden, make_checkpoint, observations, padded
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
@@ -225,6 +226,11 @@ def test_adapters_are_saved_alone_loaded_and_merged(make, stored, tmp_path):
     other = make()
     fill_adapter(other, put_adapter(other, tmp_path / "adapter"))
     assert torch.equal(other.evaluate_actions(stored)[0], expected)
+
+    change_json(tmp_path / "adapter" / "adapter_config.json", lora_dropout=0.5)  # as the one that it was cloned with
+    (tmp_path / "adapter" / "SHA256SUMS").unlink()
+    fill_adapter(other := make(), put_adapter(other, tmp_path / "adapter"))
+    assert torch.equal(other.train().evaluate_actions(stored)[0], expected)
 
     policy.save_pretrained(tmp_path / "unmerged")
     assert torch.equal(make(tmp_path / "unmerged").evaluate_actions(stored)[0], expected)

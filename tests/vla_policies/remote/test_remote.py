@@ -275,6 +275,12 @@ def test_pages_say_that_it_lives_and_what_it_did(served):
         ),
         ({"observation/image": np.zeros((0, 32, 3), np.uint8)}, "'observation/image' must be"),
         ({"observation/image": "x"}, "'observation/image' must be"),
+        ({"observation/image": np.zeros((32, 32, 3), np.uint16)}, "'observation/image' must be uint8"),
+        (
+            {"observation/image": np.zeros((5000, 1, 3), np.uint8)},
+            "must be .*, at most 4096 a side, for each of 1 texts",
+        ),
+        ({"prompt": ["go"] * 5000}, "'prompt' must be .*, or a list of at most 4096 of them"),
     ],
 )
 def test_an_observation_that_does_not_fit_is_said_to_its_client(served, changes, said):
@@ -314,6 +320,35 @@ def test_what_one_client_says_wrong_is_not_the_others_error():
             expected = greedy(small(), observations(4))[number]
             torch.testing.assert_close(torch.from_numpy(unpack(answer)["actions"]), expected)
     finally:
+        served.stop()
+
+
+def test_what_a_client_that_has_left_asked_for_is_not_computed():
+    served, begun, free, computed = Served(), threading.Event(), threading.Event(), []
+    compute = served.server._compute
+
+    def slow(rows):
+        begun.set()
+        assert free.wait(20)
+        computed.append(len(rows[TASK_DESCRIPTIONS]))
+        return compute(rows)
+
+    served.server._compute = slow
+    try:
+        with connect(served.url) as first:
+            first.recv()
+            first.send(pack(one()))
+            assert begun.wait(20)
+            for _ in range(5):
+                with connect(served.url) as leaves:
+                    leaves.recv()
+                    leaves.send(pack(one(1)))
+            free.set()
+            first.recv(timeout=20)
+            assert asked(first, one()).shape == (CHUNK, DIM)
+        assert computed == [1, 1]
+    finally:
+        free.set()
         served.stop()
 
 
