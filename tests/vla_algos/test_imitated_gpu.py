@@ -16,8 +16,8 @@ from walker import walker_spec
 from vla_common import keys
 from vla_envs import EpisodeSampler, VLAEnv
 
-WAITS = {"small": (8, 27), "small_flow": (11, 30), "openvla_oft": (16, 29), "pi0": (21, 35)}
-WAITS |= {"openvla": (26, 29), "smolvla": (20, 36)}
+WAITS = {"small": (8, 27), "small_flow": (11, 30), "openvla_oft": (16, 29), "pi0": (21, 32)}
+WAITS |= {"openvla": (26, 29), "smolvla": (20, 33)}
 CASES = [(family, *devices, work) for family, tried in DEVICES.items() for devices in tried for work in WORK]
 
 
