@@ -197,7 +197,9 @@ def test_one_process_goes_on_from_two_and_two_from_one(case, folder, root, alone
 
 def restored(folder, save=False):
     """The next random numbers of a run after it is restored."""
-    config = SimpleNamespace(recipe="ppo", seed=0, resume="elastic", checkpoint_every=1, logger={}, iterations=3)
+    config = SimpleNamespace(
+        recipe="ppo", seed=0, resume="elastic", checkpoint_every=1, logger={}, iterations=3, policy={}
+    )
     policy = torch.nn.Linear(1, 1)
     with Run(config, folder) as run:
         run.restore(policy=policy, optimizer=torch.optim.SGD(policy.parameters(), 0.1))
