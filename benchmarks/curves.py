@@ -4,7 +4,10 @@
 """
 
 import argparse
+from itertools import accumulate
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
 import matplotlib
 
@@ -14,35 +17,54 @@ from matplotlib import pyplot
 from vla_algos.run.logging import entries
 from vla_algos.run.plots import points
 
+ALONG = {
+    "minutes": "minutes since the start, set-up excluded",
+    "iterations": "iteration",
+    "episodes": "training episodes",
+}
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("runs", nargs="+", type=Path, help="folders that recipes/ppo.py wrote")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders: of a run, or of runs, whose mean is drawn")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--title", default="")
     parser.add_argument("--success", default="eval/success_once", help="of evaluations, such as eval/mean/success_once")
     parser.add_argument("--smooth", type=int, default=1, help="iterations of training to average")
-    parser.add_argument("--iterations", action="store_true", help="along iterations, of runs on different machines")
+    parser.add_argument("--along", nargs="+", choices=[*ALONG], default=["minutes"], help="a picture of each")
     arguments = parser.parse_args()
-    along, unit, scale = "time/elapsed", "minutes since the start, set-up excluded", 60
-    if arguments.iterations:
-        along, unit, scale = "step", "iteration", 1
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
-    for index, run in enumerate(arguments.runs):
-        color = f"C{index}"
-        lines = entries(run / "metrics.jsonl")
-        places, training = split(points(lines, "env/success_once", along), scale)
-        axes.plot(places, smooth(training, arguments.smooth), color=color, alpha=0.4, linewidth=1)
-        places, evaluation = split(points(lines, arguments.success, along), scale)
-        axes.plot(places, evaluation, color=color, marker="o", label=run.name)
-    axes.set(xlabel=unit, ylabel="success", ylim=(0, 1.02), title=arguments.title)
-    axes.grid(alpha=0.3)
-    axes.legend(title="bold: greedy, held-out grid; thin: sampled, training", loc="lower right")
+    pictures = len(arguments.along)
+    figure, every = pyplot.subplots(
+        1, pictures, figsize=(2 + 5 * pictures, 4), layout="constrained", sharey=True, squeeze=False
+    )
+    for axes, along in zip(every.flat, arguments.along, strict=True):
+        for index, folder in enumerate(arguments.runs):
+            runs = [folder] if (folder / "metrics.jsonl").is_file() else sorted(folder.iterdir())
+            lines = [counted(entries(run / "metrics.jsonl")) for run in runs]
+            places, training = mean([points(each, "env/success_once", along) for each in lines])
+            axes.plot(places, smooth(training, arguments.smooth), color=f"C{index}", alpha=0.4, linewidth=1)
+            places, evaluation = mean([points(each, arguments.success, along) for each in lines])
+            axes.plot(places, evaluation, color=f"C{index}", marker="o", label=folder.name)
+        axes.set(xlabel=ALONG[along], ylim=(0, 1.02), title=arguments.title)
+        axes.grid(alpha=0.3)
+    every[0, 0].set_ylabel("success")
+    every[0, -1].legend(title="bold: greedy, held-out grid; thin: sampled, training", loc="lower right")
     figure.savefig(arguments.output, dpi=120)
 
 
-def split(pairs: list[tuple[float, float]], scale: float) -> tuple[list[float], list[float]]:
-    return [place / scale for place, _ in pairs], [value for _, value in pairs]
+def counted(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add to the lines of a run what they are drawn along."""
+    episodes = accumulate(line.get("env/num_episodes", 0) for line in lines)
+    return [
+        {**line, "iterations": line["step"], "minutes": line.get("time/elapsed", 0) / 60, "episodes": count}
+        for line, count in zip(lines, episodes, strict=True)
+    ]
+
+
+def mean(curves: list[list[tuple[float, float]]]) -> tuple[list[float], list[float]]:
+    """Average the places and the values of the runs' first points, of their second ones and so on."""
+    several = [[fmean(each) for each in zip(*of_all, strict=True)] for of_all in zip(*curves, strict=False)]
+    return [place for place, _ in several], [value for _, value in several]
 
 
 def smooth(values: list[float], window: int) -> list[float]:
