@@ -45,6 +45,7 @@ def test_a_run_that_was_killed_resumes_bit_by_bit(whole, tmp_path):
     assert lives.difference(folder, lives.outcome(whole)) == ""
 
 
+@pytest.mark.timeout(600)
 def test_two_processes_keep_the_same_within_the_budget_of_both(tmp_path):
     folder, more = tmp_path / "two", (*MORE, "interventions.budget=60")
     assert [lives.wait(each) for each in lives.live_together("dagger", folder, 2, more=more)] == [0, 0]
