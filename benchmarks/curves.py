@@ -48,7 +48,8 @@ def main() -> None:
         axes.set(xlabel=ALONG[along], ylim=(0, 1.02), title=arguments.title)
         axes.grid(alpha=0.3)
     every[0, 0].set_ylabel("success")
-    every[0, -1].legend(title="bold: greedy, held-out grid; thin: sampled, training", loc="lower right")
+    title = "bold: greedy, held-out; thin: sampled, training"
+    figure.legend(*every[0, 0].get_legend_handles_labels(), title=title, loc="outside upper center", ncols=5)
     figure.savefig(arguments.output, dpi=120)
 
 
