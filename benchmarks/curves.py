@@ -28,15 +28,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="folders: of a run, or of runs, whose mean is drawn")
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--title", default="")
     parser.add_argument("--success", default="eval/success_once", help="of evaluations, such as eval/mean/success_once")
     parser.add_argument("--smooth", type=int, default=1, help="iterations of training to average")
     parser.add_argument("--along", nargs="+", choices=[*ALONG], default=["minutes"], help="a picture of each")
     arguments = parser.parse_args()
-    pictures = len(arguments.along)
-    figure, every = pyplot.subplots(
-        1, pictures, figsize=(2 + 5 * pictures, 4), layout="constrained", sharey=True, squeeze=False
-    )
+    size = (2 + 5 * len(arguments.along), 4)
+    figure, every = pyplot.subplots(1, len(arguments.along), figsize=size, layout="constrained", squeeze=False)
     for axes, along in zip(every.flat, arguments.along, strict=True):
         for index, folder in enumerate(arguments.runs):
             runs = [folder] if (folder / "metrics.jsonl").is_file() else sorted(folder.iterdir())
@@ -45,9 +42,8 @@ def main() -> None:
             axes.plot(places, smooth(training, arguments.smooth), color=f"C{index}", alpha=0.4, linewidth=1)
             places, evaluation = mean([points(each, arguments.success, along) for each in lines])
             axes.plot(places, evaluation, color=f"C{index}", marker="o", label=folder.name)
-        axes.set(xlabel=ALONG[along], ylim=(0, 1.02), title=arguments.title)
+        axes.set(xlabel=ALONG[along], ylabel="success", ylim=(0, 1.02))
         axes.grid(alpha=0.3)
-    every[0, 0].set_ylabel("success")
     title = "bold: greedy, held-out; thin: sampled, training"
     figure.legend(*every[0, 0].get_legend_handles_labels(), title=title, loc="outside upper center", ncols=5)
     figure.savefig(arguments.output, dpi=120)

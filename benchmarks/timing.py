@@ -1,13 +1,12 @@
 """What benchmarks of rollouts share: CPU time and memory of all processes, and something to time."""
 
-import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 
 
 @dataclass
@@ -43,31 +42,11 @@ class Contender:
 
 def cpu_time_of_all() -> float:
     """CPU seconds so far of this process and of all its living descendants, threads included."""
-    ticks = sum(int(fields[11]) + int(fields[12]) for _, fields in _family())  # user and system
-    return ticks / os.sysconf("SC_CLK_TCK")
+    own = psutil.Process()
+    times = [process.cpu_times() for process in (own, *own.children(recursive=True))]
+    return sum(each.user + each.system for each in times)
 
 
 def memory_of_descendants() -> float:
     """Megabytes of all living descendants of this process; what several share counts once."""
-    total = 0
-    for process, _ in _family():
-        if process != os.getpid():
-            lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-            total += next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total / 1000
-
-
-def _family() -> Iterator[tuple[int, list[str]]]:
-    """This process and its descendants, with the fields of ``/proc/PID/stat`` from the third on."""
-    processes = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                processes[int(entry.name)] = (entry / "stat").read_text().rpartition(")")[2].split()
-            except (FileNotFoundError, ProcessLookupError):  # ended meanwhile
-                continue
-    waiting = [os.getpid()]
-    while waiting:
-        parent = waiting.pop()
-        yield parent, processes[parent]
-        waiting.extend(child for child, fields in processes.items() if int(fields[1]) == parent)
+    return sum(process.memory_full_info().pss for process in psutil.Process().children(recursive=True)) / 1e6
