@@ -36,8 +36,8 @@ def main() -> None:
     figure, every = pyplot.subplots(1, len(arguments.along), figsize=size, layout="constrained", squeeze=False)
     for axes, along in zip(every.flat, arguments.along, strict=True):
         for index, folder in enumerate(arguments.runs):
-            runs = [folder] if (folder / "metrics.jsonl").is_file() else sorted(folder.iterdir())
-            lines = [counted(entries(run / "metrics.jsonl")) for run in runs]
+            files = [*folder.glob("metrics.jsonl")] or sorted(folder.glob("*/metrics.jsonl"))
+            lines = [counted(entries(file)) for file in files]
             places, training = mean([points(each, "env/success_once", along) for each in lines])
             axes.plot(places, smooth(training, arguments.smooth), color=f"C{index}", alpha=0.4, linewidth=1)
             places, evaluation = mean([points(each, arguments.success, along) for each in lines])
