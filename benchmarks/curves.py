@@ -32,16 +32,15 @@ def main() -> None:
     parser.add_argument("--smooth", type=int, default=1, help="iterations of training to average")
     parser.add_argument("--along", nargs="+", choices=[*ALONG], default=["minutes"], help="a picture of each")
     arguments = parser.parse_args()
+    runs = [(folder.name, read(folder)) for folder in arguments.runs]
     size = (2 + 5 * len(arguments.along), 4)
     figure, every = pyplot.subplots(1, len(arguments.along), figsize=size, layout="constrained", squeeze=False)
     for axes, along in zip(every.flat, arguments.along, strict=True):
-        for index, folder in enumerate(arguments.runs):
-            files = [*folder.glob("metrics.jsonl")] or sorted(folder.glob("*/metrics.jsonl"))
-            lines = [counted(entries(file)) for file in files]
+        for index, (name, lines) in enumerate(runs):
             places, training = mean([points(each, "env/success_once", along) for each in lines])
             axes.plot(places, smooth(training, arguments.smooth), color=f"C{index}", alpha=0.4, linewidth=1)
             places, evaluation = mean([points(each, arguments.success, along) for each in lines])
-            axes.plot(places, evaluation, color=f"C{index}", marker="o", label=folder.name)
+            axes.plot(places, evaluation, color=f"C{index}", marker="o", label=name)
         axes.set(xlabel=ALONG[along], ylabel="success", ylim=(0, 1.02))
         axes.grid(alpha=0.3)
     title = "bold: greedy, held-out; thin: sampled, training"
@@ -49,13 +48,14 @@ def main() -> None:
     figure.savefig(arguments.output, dpi=120)
 
 
-def counted(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Add to the lines of a run what they are drawn along."""
-    episodes = accumulate(line.get("env/num_episodes", 0) for line in lines)
-    return [
-        {**line, "iterations": line["step"], "minutes": line.get("time/elapsed", 0) / 60, "episodes": count}
-        for line, count in zip(lines, episodes, strict=True)
-    ]
+def read(folder: Path) -> list[list[dict[str, Any]]]:
+    """Read the lines of each run, and add what they are drawn along."""
+    files = [*folder.glob("metrics.jsonl")] or sorted(folder.glob("*/metrics.jsonl"))
+    runs = [entries(file) for file in files]
+    for lines in runs:
+        for line, episodes in zip(lines, accumulate(line.get("env/num_episodes", 0) for line in lines), strict=True):
+            line |= {"iterations": line["step"], "minutes": line["time/elapsed"] / 60, "episodes": episodes}
+    return runs
 
 
 def mean(curves: list[list[tuple[float, float]]]) -> tuple[list[float], list[float]]:

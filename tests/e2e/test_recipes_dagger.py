@@ -48,7 +48,7 @@ def test_a_run_that_was_killed_resumes_bit_by_bit(whole, tmp_path):
 @pytest.mark.timeout(600)
 def test_two_processes_keep_the_same_within_the_budget_of_both(tmp_path):
     folder, more = tmp_path / "two", (*MORE, "interventions.budget=60")
-    assert [lives.wait(each) for each in lives.live_together("dagger", folder, 2, more=more)] == [0, 0]
+    assert [lives.wait(each, 240) for each in lives.live_together("dagger", folder, 2, more=more)] == [0, 0]
     lines = [line for line in lines_of(folder) if "interventions/actions" in line]
     kept = [line["interventions/actions"] for line in lines]
     assert kept[-1] == min(number for number in kept if number >= 60)

@@ -48,6 +48,6 @@ def test_a_run_that_was_killed_resumes_bit_by_bit(whole, tmp_path):
 @pytest.mark.timeout(600)
 def test_two_processes_keep_what_both_have_solved(tmp_path):
     folder = tmp_path / "two"
-    assert [lives.wait(each) for each in lives.live_together("rs", folder, 2, more=MORE)] == [0, 0]
+    assert [lives.wait(each, 240) for each in lives.live_together("rs", folder, 2, more=MORE)] == [0, 0]
     tried = [line["env/success_once"] for line in lines_of(folder) if "env/success_once" in line]
     assert learnt(tried)

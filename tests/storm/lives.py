@@ -249,7 +249,7 @@ def last_words(folder: Path) -> str:
     return folder.with_suffix(".log").read_text()[-4000:]
 
 
-def wait(process: int, seconds: float = 240.0) -> int | None:
+def wait(process: int, seconds: float = 120.0) -> int | None:
     """Wait for a life; its status as a shell shows it, ``None`` (and it is killed) if it does not end in time."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
