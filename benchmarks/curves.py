@@ -51,6 +51,8 @@ def main() -> None:
 def read(folder: Path) -> list[list[dict[str, Any]]]:
     """Read the lines of each run, and add what they are drawn along."""
     files = [*folder.glob("metrics.jsonl")] or sorted(folder.glob("*/metrics.jsonl"))
+    if not files:
+        raise SystemExit(f"{folder} has no metrics.jsonl, nor has a folder in it; name the folder of a run")
     runs = [entries(file) for file in files]
     for lines in runs:
         for line, episodes in zip(lines, accumulate(line.get("env/num_episodes", 0) for line in lines), strict=True):

@@ -1,14 +1,14 @@
 """Memory of a worker process with one world and with more.
 
 ``python -m benchmarks.worker_memory metaworld/MT50 [--worlds 4]`` makes worlds in this process, each of the next task,
-runs five actions and two frames in each, and prints the proportional set size (``Pss`` of ``smaps_rollup``) in GB.
+runs five actions and two frames in each, and prints the proportional set size in GB.
 """
 
 import argparse
 import os
-from pathlib import Path
 
 import numpy as np
+import psutil
 
 from vla_envs import Episode, make_spec
 from vla_envs.workers.chunks import executes_chunks
@@ -30,14 +30,8 @@ def main() -> None:
                 world.step(np.zeros(spec.action_dim))
         world.observe()
         worlds.append(world)
-        print(f"{chosen.id} {number + 1} worlds {memory():.3f} GB", flush=True)
+        print(f"{chosen.id} {number + 1} worlds {psutil.Process().memory_full_info().pss / 1e9:.3f} GB", flush=True)
     os._exit(0)  # simulators that are torn down in another order than they were made may crash
-
-
-def memory() -> float:
-    """Return the proportional set size of this process in GB."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1e6
 
 
 if __name__ == "__main__":
