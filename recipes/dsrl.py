@@ -68,6 +68,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     parts: dict[str, Any] = {"policy": policy, "loss": loss_module, "optimizer": optimizer, "replay": replay}
     cloned = None if config.policy.get("checkpoint") else base  # of which nothing else has the weights
     start = run.restore(demonstrations.facts, **parts, collector=collector, episodes=episodes, base=cloned)
+    optimizer.param_groups[0]["lr"] = update["lr"]  # of this run, whatever was saved
     if start is None:
         if demonstrations.wanted:
             base.requires_grad_(True)
@@ -99,13 +100,8 @@ def train(config: SimpleNamespace, run: Run) -> None:
         # ---- tell
         rows = torch.cat(visited)
         outcomes, speed = env_metrics(rows), throughput(rows, run.seconds)
-        run.log(
-            iteration,
-            outcomes,
-            {name: float(value) for name, value in learnt.items()},
-            collector_stats(collector),
-            speed,
-        )
+        learnt = {name: float(value) for name, value in learnt.items()}
+        run.log(iteration, outcomes, learnt, collector_stats(collector), speed)
         run.say(check_crashes(run.state, iteration, outcomes))
         episodes.tell(*outcomes_by_task(rows))  # episode_order=learnable draws accordingly
         evaluates = run.is_due(iteration, config.evaluate_every, config.iterations)

@@ -77,6 +77,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
     }
     cloned = None if config.policy.get("checkpoint") else base  # of which nothing else has the weights
     start = run.restore(demonstrations.facts, **parts, collector=collector, episodes=episodes, base=cloned)
+    optimizer.param_groups[0]["lr"] = update["lr"]  # of this run, whatever was saved
     if start is None:
         if shown is not None:
             if cloned is not None:

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from vla_algos import distributed
 from vla_algos.files import finite_or_none
-from vla_algos.optim import clip_gradient, places
+from vla_algos.optim import Schedule, clip_gradient, places
 from vla_algos.samples import Samples
 from vla_algos.state_prediction import StatePrediction
 from vla_common import keys
@@ -129,7 +129,7 @@ class BehaviourCloning:
         def factor(step: int) -> float:
             return min(1.0, (step + 1) / warmup_steps) * (0.02 + 0.49 * (1 + math.cos(math.pi * step / steps)))
 
-        self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, factor)
+        self.schedule = Schedule(self.optimizer, factor)
         self._order: list[torch.Tensor] = []  # batches that are left of this epoch, the next one last
 
     def step(self) -> float:
@@ -213,8 +213,8 @@ class BehaviourCloning:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where ``state`` was taken; the policy's own weights are not in it."""
-        self.optimizer.load_state_dict(state["optimizer"])
+        """Continue where ``state`` was taken, by this run's settings; the policy's own weights are not in it."""
+        self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state["optimizer"]["state"]})
         self.schedule.load_state_dict(state["schedule"])
         self._order = list(state["order"])
         if self.state_prediction:

@@ -87,7 +87,7 @@ class Minibatches:
         critic_warmup_steps: Whole = 0,
         max_log_ratio: Positive | None = 0.1,
         recompute_log_prob: bool = False,
-        steps: Whole = 0,
+        steps: int = 0,
         frozen: FrozenPolicy | None = None,
     ):
         self.loss_module = loss_module

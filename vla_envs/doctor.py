@@ -272,7 +272,7 @@ def check_asset_folder(
 
 def check_assets_variable() -> Finding:
     """Look for the folder in which all benchmarks look for their assets first."""
-    name, folder = "VLA_TORCHRL_ASSETS", os.environ.get("VLA_TORCHRL_ASSETS")
+    name, folder = "VLA_TORCHRL_ASSETS", os.path.expanduser(os.environ.get("VLA_TORCHRL_ASSETS", ""))
     if not folder:
         return Finding("ok", name, "not set; benchmarks look for assets in their own places", part=ASSETS)
     if not Path(folder).is_dir():

@@ -221,7 +221,7 @@ class VLAEnv(EnvBase):
 
     def _outcome(self, slots: np.ndarray, lost: Sequence[int]) -> TensorDictBase:
         arrays, active, crashed = self.pool.arrays, self._active()[slots], np.isin(slots, lost)
-        self.errors = {slot: self.pool.errors[slot] for slot in lost}
+        self.errors = {slot: self.pool.errors.get(slot, "") for slot in lost}
         self.step_remarks = self.remarks  # the episode's last word: a reset forgets it
 
         now = {key: array[slots] for key, array in self._statistics.items()}
@@ -414,17 +414,16 @@ class VLAEnv(EnvBase):
 
     def _observe(self, slots: np.ndarray) -> dict[str, Any]:
         """Copy rows of the shared arrays, which the next step overwrites."""
-        arrays, on_device = self.pool.arrays, bool(self.simulator_spec.batched)  # where each frame is a new one
-        episodes, texts = self.current_episodes, self.pool.texts
+        arrays, episodes, texts = self.pool.arrays, self.current_episodes, self.pool.texts
         identities = [
             (e.task_id, e.trial_id, e.group_id) if e else (NO_EPISODE,) * 3 for e in map(episodes.__getitem__, slots)
         ]
         task_id, trial_id, group_id = torch.tensor(identities, dtype=torch.int64).view(-1, 3).unbind(1)
         told = [texts[slot] for slot in slots]
-        if self._texts is None or self._texts.tolist() != told:  # rebuilding costs 40 us per slot
+        if self._texts is None or self._texts.is_locked or self._texts.tolist() != told:  # costs 40 us per slot
             self._texts = Instructions.of(told, self.device)
         observation = {
-            keys.IMAGES: arrays.images if on_device else torch.from_numpy(arrays.images[slots]),
+            keys.IMAGES: torch.as_tensor(arrays.images[slots]),
             keys.STATES: torch.from_numpy(arrays.states[slots]),
             keys.TASK_DESCRIPTIONS: self._texts,
             keys.TASK_ID: task_id,

@@ -63,7 +63,7 @@ def get(download: Download, source: str | None = None) -> None:
     if there := next((place for place in places if not download.missing(place)), None):
         print(f"{title}: there already, {there} (delete that to fetch it again)")
         return
-    named = os.environ.get("VLA_TORCHRL_ASSETS")
+    named = os.path.expanduser(os.environ.get("VLA_TORCHRL_ASSETS", ""))
     writable = named and (os.access(named, os.W_OK) or not Path(named).exists())
     target = (Path(named) if named and writable else cache_folder()) / download.packs[0]
     if target not in places:

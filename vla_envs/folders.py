@@ -35,7 +35,7 @@ def list_places(path: str | None, variable: str, packs: Sequence[str] = (), othe
         return [Path(path).expanduser()]
     if named := os.environ.get(variable):
         return [Path(named).expanduser()]
-    root = os.environ.get("VLA_TORCHRL_ASSETS")
+    root = os.path.expanduser(os.environ.get("VLA_TORCHRL_ASSETS", ""))
     return [*(Path(root) / pack for pack in packs if root), *others, *(cache_folder() / pack for pack in packs)]
 
 

@@ -124,11 +124,10 @@ def test_grpo_says_so_and_stops_when_nothing_can_be_learnt(tmp_path):
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert sum("rollout/groups" in line for line in lines) == 2
     assert not any("train/loss" in line for line in lines)
-    # With more patience it continues where it had stopped.
-    again = ["iterations=3", "patience=4", "resume=force", "env.reward_type=sparse"]
-    run = recipe_here("grpo", tmp_path / "run", *TOY_GRPO, *again)
+    # By force it continues where it had stopped, for as many again.
+    run = recipe_here("grpo", tmp_path / "run", *TOY_GRPO, *settings, "resume=force")
     assert "iteration 3: none of 3 groups carries signal" in run.stdout + run.stderr
-    assert "stopped:" not in run.stdout
+    assert "stopped: 4 iterations in a row" in run.stdout
 
 
 @pytest.mark.parametrize(("name", "settings"), [("ppo", TOY_PPO), ("grpo", TOY_GRPO)])

@@ -12,6 +12,7 @@ from simulators import some
 
 from tests.storm import lives
 from vla_algos import Replay
+from vla_algos.run.checkpoints import open_checkpoint
 from vla_policies.tiny import make_tiny
 
 MORE = ("iterations=6", "evaluate_every=0", "eval.trials=8", "collector.episodes=32", "update.update_to_data=3")
@@ -89,3 +90,7 @@ def test_a_clone_of_the_expert_is_the_base_after_a_kill_too(tmp_path):
     assert (folder / "warm_start" / "metrics.jsonl").read_text().count("train/loss") == 20
     assert cloned["action_out.weight"].any(), "a new one has zeros there"
     assert all(torch.equal(tensor, cloned[name]) for name, tensor in base_of(folder / "policy").items())
+    more = (*more, "iterations=3", "resume=force", "update.lr=2e-5")
+    assert lives.wait(lives.live("dsrl", folder, more=more)) == 0, lives.last_words(folder)
+    saved = open_checkpoint(folder / "checkpoints" / "step_00000003").state["parts"]["optimizer"]
+    assert saved["param_groups"][0]["lr"] == 2e-5

@@ -7,6 +7,7 @@ import re
 import shutil
 import signal
 import time
+from dataclasses import replace
 
 import forked
 import pytest
@@ -20,8 +21,10 @@ import vla_algos.run.checkpoints
 from vla_algos.collectors import EpisodeCollector, StepCollector
 from vla_algos.imitation import BehaviourCloning
 from vla_algos.minibatches import Minibatch
+from vla_algos.run import HeldOut
 from vla_algos.run.checkpoints import CheckpointError, by_preference, open_checkpoint
 from vla_envs import EpisodeSampler
+from vla_envs.workers.pool import SimulatorCrash
 from vla_policies.tiny import make_tiny
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: make setup")
@@ -269,6 +272,24 @@ def test_forced_settings_are_used(tmp_path):
     rates = [line["train/actor/lr"] for line in lines if "train/actor/lr" in line]
     assert rates == [1e-3, 1e-3, 5e-5, 5e-5]
     assert json.loads((tmp_path / "run" / "policy" / "config.json").read_text())["noise_level"] == 0.3
+
+
+@pytest.mark.parametrize("which", ["eval", "eval_sampled"])
+def test_a_last_evaluation_that_failed_is_no_result_for_the_next_start(which, tmp_path, monkeypatch):
+    measure = HeldOut.measure
+
+    def breaks(self, env, policy, iteration, collector=None):
+        results = measure(self, env, policy, iteration, collector)
+        if iteration:
+            results[which] = replace(results[which], broken="no simulator starts")
+        return results
+
+    monkeypatch.setattr(HeldOut, "measure", breaks)
+    for _ in range(2):
+        with pytest.raises(SimulatorCrash, match=r"its last evaluation has no result: .*no simulator starts"):
+            run("ppo", tmp_path / "run", "iterations=1", "eval.sampled=true")
+        GlobalHydra.instance().clear()
+    assert "finished" not in json.loads((tmp_path / "run" / "run.json").read_text())
 
 
 def test_a_start_that_fails_does_not_lock_the_folder(tmp_path):

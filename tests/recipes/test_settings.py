@@ -244,5 +244,5 @@ def test_what_is_missing_or_has_moved_is_named(typed, message, tmp_path):
 
 def test_clusters_may_be_left_to_their_defaults():
     types = launcher_types("slurm")
-    check_settings("launcher", {"memory_gb": None, "cpus": None, "minutes": 0, "gpus": None, "setup": None}, types)
+    check_settings("launcher", {"memory_gb": None, "cpus": None, "gpus": None, "setup": None}, types)
     check_settings("launcher", {"account": 12345, "signal_delay_s": None}, types)

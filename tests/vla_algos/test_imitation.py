@@ -52,6 +52,17 @@ def test_one_state_is_enough_and_a_loss_that_is_not_finite_ends_it(policy):
         cloning.step()
 
 
+def test_a_state_that_is_loaded_keeps_the_rates_of_this_run(policy):
+    saved = BehaviourCloning(policy, demonstrations(policy), steps=9, lr=1e-2, weight_decay=0.5, warmup_steps=1)
+    saved.step()
+    cloning = BehaviourCloning(policy, demonstrations(policy), steps=9, lr=1e-3, weight_decay=0.1, warmup_steps=1)
+    cloning.load_state_dict(saved.state_dict())
+    (loaded,), (before,) = cloning.optimizer.param_groups, saved.optimizer.param_groups
+    assert loaded["weight_decay"] == 0.1
+    assert loaded["lr"] == pytest.approx(before["lr"] / 10)
+    assert cloning.optimizer.state[loaded["params"][0]]["step"] == 1
+
+
 @pytest.mark.parametrize("noise", [[0.1], [0.1] * 4])
 def test_noise_for_other_states_is_one_clear_error(policy, noise):
     with pytest.raises(ValueError, match="one for each of the 3 states, got"):

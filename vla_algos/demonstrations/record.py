@@ -89,13 +89,13 @@ class Demonstrations:
     """
 
     def __init__(self, config: SimpleNamespace, spec: SimulatorSpec, always: bool = False):
-        settings, cloning = config.demonstrations, config.cloning
+        folder, cloning = config.demonstrations.get("folder"), config.cloning
+        settings = {**config.demonstrations, "folder": folder and str(Path(folder).expanduser())}
         if settings["episodes"] and "steps" not in cloning:
             raise ValueError("cloning.steps is missing; type cloning.steps=400, or demonstrations.episodes=0")
         self.settings, self.spec, self.facts = DemonstrationSettings(**settings), spec, dict[str, Any]()
         self._lerobot: LeRobotDemonstrations | None = None
-        self._env = dict(config.env)
-        self._auxiliary = cloning.get("auxiliary", 0.0)
+        self._env, self._auxiliary = dict(config.env), cloning.get("auxiliary", 0.0)
         self._seed, self._evaluation_seed = config.seed + _SEED_OFFSET, config.eval["seed"]
         _refuse_repeated(self._evaluation_seed, (config.seed, self._seed), "that this run trains on")
         if "noise" in settings:

@@ -131,10 +131,9 @@ def _check_processes(found: Mapping[str, Any]) -> None:
         shared["eval.env.num_envs"] = (found["eval"].get("env") or {}).get("num_envs")
         processes = count_processes(launcher)
         numbers = {name: number for name, number in shared.items() if number is not None}
-        if any(each != "all" for each in found.get("placement", {}).values()):
-            numbers = {}  # those that collect share them, which Roles checks
-        check_job(launcher, numbers)
-        distributed.check_shards(found.get("sharding", {}).get("shards", "all"), processes)
+        apart = any(each != "all" for role, each in found.get("placement", {}).items() if role != "env")
+        check_job(launcher, {} if apart else numbers)  # those that collect share them, which Roles checks
+        distributed.check_shards("all" if apart else found.get("sharding", {}).get("shards", "all"), processes)
     if found.get("sharding", {}).get("cpu_offload") and found.get("offload", {}).get("optimizer"):
         raise ValueError(
             "offload.optimizer=true: with sharding.cpu_offload=true Adam is in host memory already; leave one of them "

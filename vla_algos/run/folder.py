@@ -19,6 +19,7 @@ from vla_common.settings import check_settings
 _OF_PROCESSES = ("sharding.shards", "sharding.reshard_after_forward", "sharding.cpu_offload", "offload.", "placement.")
 _TYPES = {"recipe": str, "greedy": bool, **dict.fromkeys(("env", "policy", "eval"), dict[str, Any])}  # that are read
 _EVAL = {"mean_of": list[str], "env": dict[str, Any] | None}
+_FIXED = ("seed", "env.id", "episode_order", "steering.", "replay.gamma", "replay.n_steps", "loss.target_entropy")
 _LEFTOVERS = (".unfinished_*", ".old_*", "videos/**/.unfinished_*")  # Saver has those of checkpoints
 
 
@@ -145,7 +146,7 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
                 f"{folder} has done {max(steps)}, more than {setting}={planned}: type {setting}={max(steps)} or more, "
                 "or take another folder: hydra.run.dir=..."
             )
-        if config.resume == "force" or not steps:
+        if not steps:
             return
         if config.resume == "never":
             raise ValueError(f"{folder} has a run in it, and resume=never; {advice}")
@@ -153,7 +154,10 @@ def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
         tqdm.write(f"{folder / 'config.yaml'} could not be read, so that nothing tells whether its settings were these")
         return
     other = _other(config, before, now)
-    if hasattr(config, "resume") and not {"seed", "env.id", "episode_order"} & set(other):  # those choose the episodes
+    fixed = [name for name in other if name.startswith(_FIXED)]
+    if getattr(config, "resume", None) == "force":
+        other = fixed
+    elif hasattr(config, "resume") and not fixed:
         advice = "take another folder (hydra.run.dir=...), or resume it with the new settings: resume=force"
     if other:
         shown = "\n".join(f"  {key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in other)
@@ -180,8 +184,9 @@ def what_finished(config: SimpleNamespace, folder: Path) -> str:
     record = read_record(folder)
     if not hasattr(config, "resume") or "finished" not in record or not (folder / "policy").is_dir():
         return ""
-    if _other(config, flat(settings_of(folder)), flat(plain(config))):
-        return ""  # resume=force: it is to go on
+    other = _other(config, flat(settings_of(folder)), flat(plain(config)))
+    if other or (config.resume == "force" and "ended" in record):
+        return ""  # resume=force: it is to continue
     success = record.get("metrics", {}).get("eval/success_once")
     result = "" if success is None else f" with eval/success_once {success:.3f}"
     setting, planned = _planned(config)
@@ -219,8 +224,5 @@ def flat(node: Any, path: str = "") -> dict[str, Any]:
     """List settings by dotted name."""
     if not isinstance(node, dict):
         return {path: node}
-    return {
-        key: value
-        for name, part in node.items()
-        for key, value in flat(part, f"{path}.{name}" if path else str(name)).items()
-    }
+    parts = (flat(part, f"{path}.{name}" if path else str(name)) for name, part in node.items())
+    return {key: value for part in parts for key, value in part.items()}

@@ -52,7 +52,6 @@ class HeldOut:
             self._other = own_share(env, self.spec, self._pipeline, "eval.env", processes)
         self.evaluator.episodes(self.spec)  # there are so many
         run.facts |= facts_of(self.spec)
-        self._failure = ""
 
     def check_policy(self, policy: VLAPolicy) -> None:
         """Refuse a policy that samples at no temperature, or cannot act in the other suite, before any work."""
@@ -103,7 +102,7 @@ class HeldOut:
 
     def note(self, results: dict[str, EvaluationResult], policy: VLAPolicy, iteration: int) -> None:
         """Log what :meth:`measure` found, with its videos."""
-        self._failure = results["eval"].failure
+        self.run.state["failure"] = next((each.failure for each in results.values() if each.failure), "")
         for result in results.values():
             if result.failure:  # broken for good, the next iteration ends the run
                 self.run.say(f"evaluation after {iteration}: {result.failure}")
@@ -128,8 +127,8 @@ class HeldOut:
         """End the run: note its result, and print it and where everything is. SimulatorCrash: there is none."""
         run, state = self.run, self.run.state
         evaluations, speeds = state["evaluations"], sorted(state.get("speeds", []))
-        ended = {"ended": state["ended"]} if "ended" in state else {}
-        where = run.finish(evaluations[-1][1], ended) if not self._failure else []
+        ended, failure = {"ended": state["ended"]} if "ended" in state else {}, state.get("failure")
+        where = run.finish(evaluations[-1][1], ended) if not failure else []
         if distributed.is_main():
             texts = [f"stopped: {state['ended']}"] if "ended" in state else []
             texts += [*never_trained(run.folder), self.describe()]
@@ -142,8 +141,8 @@ class HeldOut:
             speed = f", {speeds[len(speeds) // 2]:.0f} env steps/s in training (median)" if speeds else ""
             texts.append(self._places(where, speed))
             print("\n" + "\n\n".join(texts))
-        if self._failure:
-            raise SimulatorCrash(f"the run is complete, but its last evaluation has no result: {self._failure}")
+        if failure:
+            raise SimulatorCrash(f"the run is complete, but its last evaluation has no result: {failure}")
 
     def _places(self, loggers: Sequence[str], speed: str) -> str:
         """Tell where everything of the run is."""

@@ -27,9 +27,9 @@ _LAUNCHERS: dict[str, dict[str, Any]] = {
     "local": {},
     "slurm": {
         **dict.fromkeys(_TEXT, str | Annotated[int, Ge(0)] | None),
-        "nodes": Annotated[int, Ge(1), Le(10_000)],
+        **dict.fromkeys(("nodes", "minutes"), Annotated[int, Ge(1), Le(1_000_000)]),  # without: 5, submitit's own
         "tasks_per_node": Annotated[int, Ge(1), Le(1000)],
-        **dict.fromkeys(("cpus", "memory_gb", "minutes", "gpus", "signal_delay_s"), Whole | None),
+        **dict.fromkeys(("cpus", "memory_gb", "gpus", "signal_delay_s"), Whole | None),
         "setup": Sequence[str] | None,
         "seeds": Annotated[Sequence[Seed], MinLen(1)] | None,
         "wait": bool,

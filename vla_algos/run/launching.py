@@ -164,9 +164,9 @@ def _submit(runs: list[SlurmRun], logs: Path, name: str, settings: dict) -> list
     )
     extra = {name.replace("-", "_"): value for name, value in (settings.pop("extra") or {}).items()}
     given = {SUBMITIT_NAMES[key]: value for key, value in settings.items() if value not in (None, [], 0)}
-    executor.update_parameters(name=name, **given)
-    executor.update_parameters(slurm_additional_parameters={**extra, "requeue": True})
-    executor.update_parameters(slurm_srun_args=["--kill-on-bad-exit=1"])  # a process that fails ends the others
+    executor.update_parameters(name=name, **given, slurm_additional_parameters={**extra, "requeue": True})
+    cpus = [f"--cpus-per-task={given['cpus_per_task']}"] if "cpus_per_task" in given else []  # not inherited by 22.05
+    executor.update_parameters(slurm_srun_args=["--kill-on-bad-exit=1", *cpus])  # a process that fails ends the others
     try:
         if len(runs) == 1:
             return [executor.submit(runs[0])]

@@ -15,6 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import unquote
 
 from vla_envs.calvin.scenes import BLOCKS, SCENES
 from vla_envs.folders import Checkout, check_installed, import_checkout
@@ -41,7 +42,7 @@ def _other_places() -> list[Path]:
     with contextlib.suppress(metadata.PackageNotFoundError):
         files = metadata.distribution("calvin_env").read_text("direct_url.json") or ""
     url = files.partition('"file://')[2].partition('"')[0]
-    return [*([Path(url)] if url else []), Path.home() / ".cache" / "calvin_env"]
+    return [*([Path(unquote(url))] if url else []), Path.home() / ".cache" / "calvin_env"]
 
 
 CHECKOUT = Checkout(

@@ -1,6 +1,5 @@
 """CALVIN behind the :class:`~vla_envs.simulator.Simulator` protocol: chains of tasks, and tasks one by one."""
 
-import os
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -29,8 +28,8 @@ class CalvinSimulator:
         check_packages(options["path"])
         self.spec = spec
         on_gpu = options["renderer"] == "egl"
-        if on_gpu and (device := egl.own_device(egl.egl_devices())) is not None:  # workers take turns
-            os.environ.setdefault("EGL_VISIBLE_DEVICES", str(device))
+        if on_gpu:
+            egl.take_device("EGL_VISIBLE_DEVICES", egl.egl_devices())
         self.world = World(CHECKOUT.find(options["path"]), fixes=options["scene_fixes"], egl=on_gpu)
         self.chain: tuple[str, ...] = ()
         self.done = 0  # tasks of the chain

@@ -35,7 +35,7 @@ def check_gpus(gpus: Sequence[int]) -> None:
 
 def check_devices(gpus: Sequence[int], variable: str) -> None:
     """Refuse GPUs that EGL does not have, or where a ``variable`` of the user's says which device is taken."""
-    if device := os.environ.get(variable):
+    if (device := os.environ.get(variable)) and f"VLA_TORCHRL_{variable}" not in os.environ:
         raise ValueError(
             f"gpus={show(gpus)}: {variable}={device} says which device draws, too; type unset {variable}, or "
             f"{_LEAVE_OUT}"
@@ -68,14 +68,15 @@ def choose_device() -> None:
         )
         return
     os.environ["MUJOCO_GL"] = "egl"
-    if (chosen := own_device(devices)) is not None:
-        os.environ.setdefault("MUJOCO_EGL_DEVICE_ID", str(chosen))
+    take_device("MUJOCO_EGL_DEVICE_ID", devices)
 
 
-def own_device(devices: dict[int, int | None]) -> int | None:
-    """Choose the EGL device of this process: :func:`device_of_worker`."""
+def take_device(variable: str, devices: dict[int, int | None]) -> None:
+    """Name the device of this process (:func:`device_of_worker`), unless the user has; its parent's does not count."""
     visible, worker = os.environ.get("CUDA_VISIBLE_DEVICES"), int(os.environ.get(WORKER, 0))
-    return device_of_worker(devices, visible, worker, chosen_gpus())
+    chosen, mark = device_of_worker(devices, visible, worker, chosen_gpus()), f"VLA_TORCHRL_{variable}"
+    if chosen is not None and (variable not in os.environ or mark in os.environ):
+        os.environ |= {variable: str(chosen), mark: "chosen here"}
 
 
 def device_of_worker(

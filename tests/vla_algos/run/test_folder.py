@@ -149,6 +149,18 @@ def test_a_broken_record_is_put_aside(content, tmp_path, capsys):
     assert (folder / "run.json.broken").read_bytes() == content
 
 
+@pytest.mark.parametrize(("changed", "name"), [({"seed": 1}, "seed"), ({"replay": {"gamma": 0.9}}, "replay.gamma")])
+def test_what_is_kept_was_made_with_cannot_be_forced(changed, name, tmp_path):
+    start(tmp_path, replay={"gamma": 0.98})
+    save(tmp_path / "checkpoints", 1)
+    again = {"replay": {"gamma": 0.98}, "iterations": 9, "resume": "force", "optim": {"lr": 1e-4}}
+    start(tmp_path, **again)
+    with pytest.raises(
+        ValueError, match=rf"other settings:\n  {name}: \S+ there, \S+ now\n  take another folder: hydra"
+    ):
+        start(tmp_path, **again | changed)
+
+
 def test_evaluations_are_not_mixed(tmp_path):
     evaluation = SimpleNamespace(recipe="evaluate", seed=0, policy={}, greedy=True)
     open_folder(evaluation, tmp_path).release()

@@ -76,10 +76,11 @@ def test_wrong_settings_are_refused_before_a_job_is_submitted(typed, message, su
 
 
 def test_what_is_right_is_submitted(submit):
-    done, script = submit("ppo seed=1")
+    done, script = submit("ppo seed=1 launcher.cpus=12")
     assert script, done.stderr
     assert done.returncode == 0
     assert "job 7" in done.stdout
+    assert re.search(r"^srun .*--cpus-per-task=12 ", script, re.MULTILINE), "srun of SLURM 22.05 does not inherit it"
 
 
 def test_a_folder_of_another_run_is_refused(submit, tmp_path):

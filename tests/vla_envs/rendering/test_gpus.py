@@ -63,7 +63,14 @@ def test_a_worker_is_told_its_number_and_the_chosen_gpus(monkeypatch):
     assert (os.environ[WORKER], chosen_gpus()) == ("3", (4, 5))
     monkeypatch.setattr(egl, "chosen_gpus", lambda: (1,))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert egl.own_device(DEVICES) == 0
+    monkeypatch.setattr(
+        os, "environ", os.environ | {"MUJOCO_EGL_DEVICE_ID": "1", "VLA_TORCHRL_MUJOCO_EGL_DEVICE_ID": ""}
+    )
+    egl.take_device("MUJOCO_EGL_DEVICE_ID", DEVICES)
+    assert os.environ["MUJOCO_EGL_DEVICE_ID"] == "0", "not that of the process that started it"
+    os.environ |= {"EGL_VISIBLE_DEVICES": "1"}
+    egl.take_device("EGL_VISIBLE_DEVICES", DEVICES)
+    assert os.environ["EGL_VISIBLE_DEVICES"] == "1", "what the user says stays"
     for name, value in worker_environment(0, None).items():  # of a pool inside a worker, too
         monkeypatch.setenv(name, value)
     assert chosen_gpus() == ()
