@@ -47,11 +47,14 @@ def load_tensors(file: Path, *, mmap: bool = False) -> dict[str, Tensor]:
         raise ValueError(f"{file} is truncated or not a file of tensors ({reason}); copy it again") from error
     if not isinstance(content, dict) or not content or not all(isinstance(key, str) for key in content):
         raise ValueError(f"{file} is not a file of tensors by name; save a module's state_dict() in it")
-    others = [key for key, value in content.items() if not isinstance(value, Tensor)]
-    if others:
+    if others := [key for key, value in content.items() if not isinstance(value, Tensor) or _is_larger(value)]:
         kind = type(content[others[0]]).__name__
-        raise ValueError(f"{file} has {kind} under {others[0]!r}, must be a tensor; save a module's state_dict() in it")
+        raise ValueError(f"{file} has {kind} under {others[0]!r}, must be a dense tensor; save a module's state_dict()")
     return content
+
+
+def _is_larger(tensor: Tensor) -> bool:  # than what is stored of it: sparse, or repeated
+    return tensor.layout is not torch.strided or tensor.nbytes > tensor.untyped_storage().nbytes()
 
 
 def is_finite(tensor: Tensor) -> bool:

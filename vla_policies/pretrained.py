@@ -15,7 +15,7 @@ from vla_common.checksums import verify_checksums, write_checksums
 from vla_common.schema import EnvironmentShape
 from vla_common.settings import Count, Width, check_settings
 from vla_policies.checkpoint import lora
-from vla_policies.checkpoint.hub import check_links, resolve
+from vla_policies.checkpoint.hub import resolve
 from vla_policies.checkpoint.parts import check_finite, in_first
 from vla_policies.checkpoint.settings import as_tuples, check_unchanged, defaults_of, saved_dtype
 from vla_policies.checkpoint.weights import Entry, cast, load_weights, plain_names
@@ -130,7 +130,6 @@ class PretrainedPolicy(VLAPolicy):
         """
         verify_checksums(path := resolve(folder))
         checkpoint = cls.read_checkpoint(path)
-        check_links(path)
         names = {entry.name for entry in fields(cls.config_class)}
         stored = {name: value for name, value in checkpoint.options.items() if name in names}
         check_unchanged(cls, path, stored, settings, cls.checkpoint_settings)
@@ -188,6 +187,8 @@ class PretrainedPolicy(VLAPolicy):
         model, checkpoint, said = cls.meta_model(folder, settings)
         adapter = None if folder is None else lora.stored_adapter(folder, said)
         rank = {} if adapter is None else lora.read_rank(adapter)
+        if other := settings.get("lora_adapter"):  # one from elsewhere may name layers that are not adapted here
+            rank = {"lora_rank": lora.read_rank(Path(other))["lora_rank"]}
         settings = {**defaults_of(cls), **said, **rank, **settings}
         policy = cls.__new__(cls)
         TensorDictModuleBase.__init__(policy)

@@ -49,8 +49,10 @@ from vla_from_rlinf.reading import read_configuration
 from vla_policies import SmallVLA, SmallVLAConfig, load_policy
 from vla_policies.checkpoint.lora import read_rank
 from vla_policies.checkpoint.weights import list_weights
-from vla_policies.processing.prompts import PromptTokens
+from vla_policies.flow.heads import HEADS, StoredHeads
+from vla_policies.processing.prompts import PromptTokens, make_bpe, read_tokenizer
 from vla_policies.smolvla.policy import SmolVLACheckpoint
+from vla_policies.steered import SteeredConfig, SteeredPolicy
 from vla_policies.tiny import make_tiny
 
 SECRET = "nobodys-business"
@@ -478,6 +480,15 @@ def test_what_a_link_of_a_checkpoint_names_is_not_saved_again(name, tmp_path):
     load_policy(folder, benchmark="libero")
 
 
+def test_a_steered_policy_whose_base_is_elsewhere_is_refused(tmp_path):
+    base = SmallVLA(SmallVLAConfig(num_bins=8, **SIZES))
+    SteeredPolicy(base, SteeredConfig(by="residual")).save_pretrained(tmp_path / "a")
+    (tmp_path / "a" / "base").rename(tmp_path / "elsewhere")
+    (tmp_path / "a" / "base").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="base is a link out of the checkpoint"):
+        load_policy(tmp_path / "a")
+
+
 def test_a_copy_of_a_recipe_stays_in_its_folder(tmp_path, capsys):
     (tmp_path / "mine").mkdir()
     (tmp_path / "elsewhere").mkdir()
@@ -504,6 +515,40 @@ def test_a_packed_file_of_tensors_is_refused(tmp_path):
         load_tensors(tmp_path / "small.pt")
 
 
+@pytest.mark.parametrize("large", [torch.zeros(1).expand(10_000_000), torch.zeros(9, 9).to_sparse()])
+def test_a_tensor_of_more_numbers_than_the_file_has_is_refused(large, tmp_path):
+    torch.save({"w": torch.zeros(2), "large": large}, tmp_path / "small.pt")
+    with pytest.raises(ValueError, match="Tensor under 'large', must be a dense tensor"):
+        load_tensors(tmp_path / "small.pt")
+
+
+def test_layers_of_no_width_are_refused(tmp_path):
+    """They have no bytes, and biases of any length."""
+    shapes = (0, 4), (10**7, 0), (0, 10**7), (1, 0)
+    save_file({f"value_head.{2 * n}.weight": torch.zeros(each) for n, each in enumerate(shapes)}, tmp_path / HEADS)
+    with pytest.raises(ValueError, match="must be matrices of one chain"):
+        StoredHeads.read(tmp_path, {}).sizes("value_head")
+
+
+def test_an_adapter_of_another_width_is_refused_before_it_takes_memory(tmp_path):
+    policy = load_policy(make_tiny("openvla", tmp_path / "tiny"), benchmark="libero")
+    layer = next(name for name, _ in policy.model.named_modules() if name.endswith("q_proj"))
+    config = {"peft_type": "LORA", "r": 4096, "lora_alpha": 8, "target_modules": ["q_proj"], "bias": "none"}
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(config))
+    weights = {f"base_model.model.{layer}.lora_A.weight": torch.zeros(4096, 0)}
+    save_file(weights, tmp_path / "adapter" / "adapter_model.safetensors")
+    with pytest.raises(ValueError, match=r"the rank is \[4096\], that of the weights \[0\]"):
+        load_policy(tmp_path / "tiny", benchmark="libero", lora_adapter=tmp_path / "adapter")
+
+
+def test_a_tokenizer_that_multiplies_a_text_is_refused():
+    steps = [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 40
+    content = make_bpe({"a": 0}, (), {}, {}, normalizer={"type": "Sequence", "normalizers": steps})
+    with pytest.raises(ValueError, match="its normalizer is long"):
+        read_tokenizer(json.dumps(content).encode(), "tokenizer.json")
+
+
 @pytest.mark.parametrize(
     ("name", "number", "said"),
     [
@@ -528,9 +573,10 @@ def test_expressions_of_an_adapter_are_matched_at_once(pristine, tmp_path):
     for pattern in (r"^language_model\.model\.layers\.0\.q_proj", "q_proj|k_proj", r".*\.q_proj"):
         (folder / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": {pattern: 2}}))
         assert read_rank(folder)["lora_rank"] == 4
-    (folder / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": {"(([a-z_.0-9]+)+)+!": 2}}))
-    with pytest.raises(ValueError, match="not a configuration that peft reads"):
-        read_rank(folder)
+    for pattern in ("(([a-z_.0-9]+)+)+!", 24 * "(.|.)" + "!"):
+        (folder / "adapter_config.json").write_text(json.dumps({**config, "rank_pattern": {pattern: 2}}))
+        with pytest.raises(ValueError, match="not a configuration that peft reads"):
+            read_rank(folder)
 
 
 def test_a_huge_image_of_a_data_set_is_not_decoded(tmp_path, monkeypatch):

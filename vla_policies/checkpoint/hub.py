@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 # Data only, no code. The heads of OpenVLA-OFT are published as .pt, which are read with weights_only=True.
-_PATTERNS = ["*.json", "*.safetensors", "tokenizer.model", "paligemma_tokenizer.model"]
+_PATTERNS = ["*.json", "*.safetensors", "*tokenizer.model"]  # in folders too
 _PATTERNS += ["action_head--*.pt", "proprio_projector--*.pt", "vision_backbone--*.pt"]
 HUB = "hf:"  # in front of a repository's name; anything else is a path
 
@@ -29,6 +29,7 @@ def resolve(folder_or_id: str | Path) -> Path:
     if not is_hub_id(folder_or_id):
         folder = Path(folder_or_id).expanduser()
         if folder.is_dir():
+            check_links(folder)
             return folder
         if folder.exists():
             raise FileNotFoundError(f"{folder} is a file; pass the checkpoint folder that it is in")

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 ADAPTER = "lora_adapter"  # folder in a checkpoint, and the option that says that its adapter is not merged
 _NAME = "default"
 _PREFIX = "base_model.model."  # of the names in peft's files
-_Layers = Annotated[str, StringConstraints(pattern=r"^(\.\*)?[^*+{?]*$")]  # peft's expressions, quick to match
+_Layers = Annotated[str, StringConstraints(pattern=r"^(\.\*)?[^*+{?(]*$")]  # peft's expressions, quick to match
 # Of what peft reads: its configuration names modules to import and files too. Left out is dropout, which would give a
 # decision another probability in each pass.
 _FIELDS: dict[str, Any] = {
@@ -105,7 +105,7 @@ def put_adapter(policy: Adaptable, folder: str | Path) -> dict[str, Entry]:
     unknown = sorted(layers - known)
     if unknown or not layers:
         raise ValueError(f"{folder} adapts layers that this model does not have: {unknown[:5]}; it is of another model")
-    _check_ranks(folder, config, entries)
+    _check_ranks(folder, config, entries, {name: each.shape[1:] for name, each in policy.model.named_parameters()})
     config.target_modules, config.modules_to_save, config.inference_mode = sorted(layers), None, False
     _inject(policy, config)
     parameters = {name: each for name, each in policy.model.named_parameters() if ".lora_" in name or name in whole}
@@ -122,9 +122,7 @@ def is_adapter(folder: Path) -> bool:
 
 def stored_adapter(folder: Path, options: Mapping[str, Any]) -> Path | None:
     """Return the folder of the adapter that a checkpoint was saved with, if any; LeRobot's is beside the weights."""
-    if not options.get(ADAPTER):
-        return None
-    return folder if is_adapter(folder) else folder / ADAPTER
+    return (folder if is_adapter(folder) else folder / ADAPTER) if options.get(ADAPTER) else None
 
 
 def read_rank(folder: Path) -> dict[str, Any]:
@@ -165,8 +163,7 @@ def merge_adapter(policy: Adaptable) -> None:
     for name, module in list(policy.model.named_modules()):
         if isinstance(module, BaseTunerLayer):
             module.merge()
-            parent, _, child = name.rpartition(".")
-            setattr(policy.model.get_submodule(parent), child, module.get_base_layer())
+            policy.model.set_submodule(name, module.get_base_layer())
     del policy.model.peft_config
     policy.model.requires_grad_(True)
     policy.freeze()
@@ -191,8 +188,7 @@ def _read_config(folder: Path) -> "LoraConfig":
     content = read_json(file)
     if content.get("peft_type") != "LORA" or any(content.get(name) for name in _OTHERS):
         raise ValueError(f"{folder} is not a plain LoRA adapter; DoRA and other kinds are refused")
-    always = ("r", "lora_alpha")
-    chosen: dict[str, Any] = {name: content.get(name) for name in _FIELDS if name in always or content.get(name)}
+    chosen = {name: content.get(name) for name in _FIELDS if name in ("r", "lora_alpha") or content.get(name)}
     try:
         check_settings("", chosen, _FIELDS)
         if content.get("init_lora_weights") == "gaussian":  # says how it began; others would compute or read files
@@ -202,8 +198,9 @@ def _read_config(folder: Path) -> "LoraConfig":
         raise ValueError(f"{file} is not a configuration that peft reads ({error}); copy it again") from error
 
 
-def _check_ranks(folder: Path, config: "LoraConfig", entries: Mapping[str, Entry]) -> None:
-    ranks = {entry.shape[0] if entry.shape else 0 for key, entry in entries.items() if ".lora_A." in key}
+def _check_ranks(folder: Path, config: "LoraConfig", entries: Mapping[str, Entry], widths: Mapping[str, Any]) -> None:
+    downs = {key.partition(".lora_")[0]: entry.shape for key, entry in entries.items() if ".lora_A." in key}
+    ranks = {down[0] if down[1:] == widths.get(f"{layer}.weight") else 0 for layer, down in downs.items()}
     known = {config.r, *(config.rank_pattern or {}).values()}
     if not known >= ranks or max(known) > max(ranks, default=0):
         raise ValueError(

@@ -56,7 +56,7 @@ class StoredHeads:
         """Return a head's input and output sizes, ``(1024, 512, 256, 128, 1)``; ``None`` without."""
         numbers = {int(key.split(".")[-2]): key for key in self.layers.get(head, {}) if key.endswith(".weight")}
         shapes = [self.layers[head][numbers[number]].shape for number in sorted(numbers)]
-        if any(len(each) != 2 for each in shapes) or any(a[0] != b[1] for a, b in itertools.pairwise(shapes)):
+        if any(len(s) != 2 or 0 in s for s in shapes) or any(a[0] != b[1] for a, b in itertools.pairwise(shapes)):
             raise ValueError(f"the {head} of {self.path} has weights of shapes {shapes}, must be matrices of one chain")
         return (shapes[0][1], *(shape[0] for shape in shapes)) if shapes else None
 

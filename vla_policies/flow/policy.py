@@ -42,8 +42,8 @@ class FlowPolicy(VLAPolicy):
         noise_widths: tuple[int, ...] = flow.NOISE_WIDTHS,  # of the layers of flow_noise's network
     ):
         super().__init__()
-        if not 1 <= chunk_size <= horizon:
-            raise ValueError(f"num_action_chunks is {chunk_size}, must be 1 to {horizon}, the horizon of the policy")
+        if not 1 <= chunk_size <= horizon <= 1000:
+            raise ValueError(f"num_action_chunks is {chunk_size}, must be 1 to {min(horizon, 1000)}, the horizon")
         self.flow = config
         self.chunk_size, self.horizon = chunk_size, horizon
         self.model_action_dim, self.trained_dims = model_action_dim, trained_dims

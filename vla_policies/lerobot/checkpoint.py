@@ -114,8 +114,10 @@ class LeRobotCheckpoint:
         found = []
         for number, (feature, kind) in enumerate(((STATE, "STATE"), (ACTION, "ACTION"))):
             step = steps.find_step(self.processors[number], steps.NORMALIZERS[number])["config"]
-            mode, epsilon = step.get("norm_map", {}).get(kind, "IDENTITY"), step.get("eps", 1e-8)
-            what = str(self.path / steps.PROCESSORS[number])
+            modes, what = step.get("norm_map", {}), str(self.path / steps.PROCESSORS[number])
+            if modes.get("VISUAL", "IDENTITY") != "IDENTITY":
+                raise ValueError(f"{what} normalises images by statistics, which is not supported; train without")
+            mode, epsilon = modes.get(kind, "IDENTITY"), step.get("eps", 1e-8)
             found.append(FeatureStatistics.read(self.tensors[number], feature, mode, epsilon, what))
         return LeRobotStatistics(*found)
 
@@ -132,8 +134,7 @@ class LeRobotCheckpoint:
         ``names`` are LeRobot's before they are renamed, or the config's own. ValueError: the config has no such camera,
         or others, without which it is ``chosen`` to act.
         """
-        step = steps.find_step(self.processors[0], steps.RENAME)
-        renamed = step.get("config", {}).get("rename_map") or {}
+        renamed = steps.find_step(self.processors[0], steps.RENAME).get("config", {}).get("rename_map") or {}
         meant = [renamed.get(name, name) for name in names]
         real = self.cameras
         absent = [name for name in real if name not in meant]

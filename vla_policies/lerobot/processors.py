@@ -29,8 +29,7 @@ def _check_steps(file: Path, content: Mapping[str, Any], kind: str, own: str) ->
     steps, known = content.get("steps"), {RENAME, TOKENIZER, *NORMALIZERS, *_PLAIN_STEPS, *_RELATIVE, own}
     if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
         raise ValueError(f"{file} has no list of steps; copy it again")
-    names = [step.get("registry_name") for step in steps]
-    if unknown := [name for name in names if name not in known]:
+    if unknown := [name for step in steps if (name := step.get("registry_name")) not in known]:
         raise ValueError(f"{file} has a step {unknown[0]!r}, which is not of {kind} as known here; copy its own")
     if any(step.get("config", {}).get("enabled") for step in steps if step["registry_name"] in _RELATIVE):
         raise ValueError(f"{file} makes actions relative to the state, which is not supported; train on absolute ones")

@@ -50,6 +50,8 @@ def read_tokenizer(content: bytes, name: str) -> Any:
 
     try:
         tokenizer = Tokenizer.from_buffer(content)
+        if tokenizer.normalizer and len(tokenizer.normalizer.__getstate__()) > 250:  # a few steps multiply a text
+            raise ValueError("its normalizer is long")
     except Exception as error:  # the library raises a bare Exception
         raise ValueError(f"{name} is no tokenizer ({error}); copy it again") from error
     tokenizer.no_truncation()
@@ -61,7 +63,7 @@ class PromptTokens(ABC):
     """Prompts to at most ``max_length`` tokens, filled up with ``padding``; an instruction is tokenised once."""
 
     def __init__(self, max_length: int, padding: int):
-        self.max_length, self.padding = max_length, padding
+        self.max_length, self.padding = min(max_length, 8192), padding
         self._cache: dict[str, list[int]] = {}
 
     @abstractmethod

@@ -9,6 +9,7 @@ from pathlib import Path
 from shlex import quote
 
 from vla_common.experiments import as_typed
+from vla_common.program import printable
 from vla_from_rlinf.algorithm import algorithm, is_asynchronous, read_algorithm
 from vla_from_rlinf.env import benchmark, read_env
 from vla_from_rlinf.keys import DIFFERS, NONE, NOTHING, SAME, UNKNOWN, Keys
@@ -39,7 +40,7 @@ def main(arguments: Sequence[str], conf: Path) -> int:
     try:
         print("\n".join(translate(parser.parse_args(arguments).file, conf).lines()))
     except (ValueError, OSError) as error:
-        print(f"error: {one_line(str(error))}", file=sys.stderr)
+        print(f"error: {printable(one_line(str(error)))}", file=sys.stderr)
         return 2
     return 0
 

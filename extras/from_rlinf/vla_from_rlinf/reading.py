@@ -84,7 +84,7 @@ def one_line(text: str) -> str:
 
 def unresolved(value: Any) -> bool:
     """Tell whether a value still has an interpolation in it, which is not followed."""
-    return isinstance(value, str) and "${" in value
+    return "${" in str(value)
 
 
 def _load(path: Path) -> dict[str, Any]:

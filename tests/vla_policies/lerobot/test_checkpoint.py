@@ -198,6 +198,8 @@ def spoil(folder, what):
     elif what == "relative":
         entries = {"registry_name": "relative_actions_processor", "config": {"enabled": True}}
         change_step(folder, 0, "device_processor", **entries)
+    elif what == "images by statistics":
+        change_step(folder, 0, "normalizer_processor", config={"norm_map": {"VISUAL": "MEAN_STD"}})
     elif what == "special tokens":
         change_json(folder / "config.json", add_image_special_tokens=True)
     elif what == "VLM":
@@ -228,6 +230,7 @@ def spoil(folder, what):
         ("adapter alone", "is a LoRA adapter without the weights .* model.safetensors of 'lerobot/smolvla_base'"),
         ("tokenizer", "has no tokenizer; .* type: hf download HuggingFaceTB/SmolVLM2 tokenizer.json"),
         ("relative", "makes actions relative to the state, which is not supported"),
+        ("images by statistics", "normalises images by statistics, which is not supported"),
         ("special tokens", "add_image_special_tokens is true, only false is supported"),
         ("VLM", "heads of 64 numbers do not fit.*put the config.json of smolvlm_like into .*/smolvlm_like"),
         ("image size", r"resize_imgs_with_padding is \[32, 32\], its VLM needs \[64, 64\]"),
