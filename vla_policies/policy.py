@@ -31,7 +31,7 @@ from vla_common.schema import EnvironmentShape
 from vla_common.settings import check_settings, setting_types
 from vla_policies.batch import any_batch, by_name
 from vla_policies.checkpoint import layout
-from vla_policies.checkpoint.hub import resolve
+from vla_policies.checkpoint.hub import check_links, resolve
 from vla_policies.checkpoint.report import Report, describe_weights
 from vla_policies.checkpoint.settings import as_tuples, check_unchanged, defaults_of
 from vla_policies.checkpoint.weights import list_weights
@@ -304,7 +304,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
         Raises:
             ValueError: another family, other settings, a truncated file, or weights that do not fit the configuration.
         """
-        verify_checksums(path := resolve(folder))
+        verify_checksums(path := check_links(resolve(folder)))
         family, stored = layout.read(path)
         if family != cls.family:
             raise ValueError(f"{path} is a checkpoint of {family!r}, not of {cls.family}")

@@ -15,7 +15,7 @@ from vla_common.checksums import verify_checksums, write_checksums
 from vla_common.schema import EnvironmentShape
 from vla_common.settings import Count, Width, check_settings
 from vla_policies.checkpoint import lora
-from vla_policies.checkpoint.hub import resolve
+from vla_policies.checkpoint.hub import check_links, resolve
 from vla_policies.checkpoint.parts import check_finite, in_first
 from vla_policies.checkpoint.settings import as_tuples, check_unchanged, defaults_of, saved_dtype
 from vla_policies.checkpoint.weights import Entry, cast, load_weights, plain_names
@@ -128,7 +128,7 @@ class PretrainedPolicy(VLAPolicy):
             FileNotFoundError: no checkpoint, or a part of it is missing.
             ValueError: settings, statistics, tokenizer or weights that do not fit.
         """
-        verify_checksums(path := resolve(folder))
+        verify_checksums(path := check_links(resolve(folder)))
         checkpoint = cls.read_checkpoint(path)
         names = {entry.name for entry in fields(cls.config_class)}
         stored = {name: value for name, value in checkpoint.options.items() if name in names}

@@ -101,7 +101,7 @@ VALUES = [
     ("ppo env.num_envs=3 env.group_size=4", "num_envs=3 is not a multiple of group_size=4; try num_envs=4"),
     ("ppo optim.lr=nan", r"optim\.lr=.*finite"),
     ("ppo launcher=slurm launcher.minutes=long", r"launcher\.minutes=long: must be a valid integer"),
-    ("ppo launcher=slurm launcher.minutes=null", r"launcher\.minutes=None: must be a valid integer"),
+    ("ppo launcher=slurm launcher.minutes=null", r"launcher\.minutes=null: must be a valid integer"),
     ("ppo launcher=local launcher.name=slurm", "type launcher=slurm, which sets all of them"),
 ]
 FILES = [  # {place} is a folder of wrong checkpoints

@@ -22,6 +22,8 @@ def test_two_tasks_of_mt50_keep_their_instructions(tmp_path):
         tasks = base.simulator_spec.tasks
         expected = [tasks[task].instruction for task in (7, 31) for _ in range(2)]
         assert len(set(expected)) == 2
+        base.reset().memmap_(tmp_path / "observed")  # which changes the texts that it was given
+        base.episodes = EpisodeQueue(episodes)
         text = base.rollout(2, break_when_any_done=False)
         assert to_strings(text) == expected
         with pytest.raises(ValueError, match="do not survive"):

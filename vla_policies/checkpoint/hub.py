@@ -29,7 +29,6 @@ def resolve(folder_or_id: str | Path) -> Path:
     if not is_hub_id(folder_or_id):
         folder = Path(folder_or_id).expanduser()
         if folder.is_dir():
-            check_links(folder)
             return folder
         if folder.exists():
             raise FileNotFoundError(f"{folder} is a file; pass the checkpoint folder that it is in")
@@ -47,9 +46,10 @@ def resolve(folder_or_id: str | Path) -> Path:
         ) from error
 
 
-def check_links(folder: Path) -> None:
+def check_links(folder: Path) -> Path:
     """Refuse (ValueError) links out of a checkpoint but those of weights: what they name would be saved as its part."""
     for path in filter(Path.is_symlink, folder.rglob("*")):
         there, weights = Path(os.path.realpath(path)), path.parent == folder and path.suffix in (".safetensors", ".pt")
         if not (weights or there.is_relative_to(folder.resolve()) or there.parent.name == "blobs"):  # the hub's cache
             raise ValueError(f"{path} is a link out of the checkpoint, to {path.readlink()}; copy the file into it")
+    return folder
