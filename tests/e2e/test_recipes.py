@@ -128,6 +128,10 @@ def test_grpo_says_so_and_stops_when_nothing_can_be_learnt(tmp_path):
     run = recipe_here("grpo", tmp_path / "run", *TOY_GRPO, *settings, "resume=force")
     assert "iteration 3: none of 3 groups carries signal" in run.stdout + run.stderr
     assert "stopped: 4 iterations in a row" in run.stdout
+    again = ["iterations=5", "patience=9", "resume=force", "env.reward_type=sparse"]  # and with more patience
+    run = recipe_here("grpo", tmp_path / "run", *TOY_GRPO, *again)
+    assert "iteration 5: none of 3 groups carries signal" in run.stdout + run.stderr
+    assert "stopped:" not in run.stdout
 
 
 @pytest.mark.parametrize(("name", "settings"), [("ppo", TOY_PPO), ("grpo", TOY_GRPO)])
