@@ -35,7 +35,7 @@ from benchmarks import flow, policies
 from vla_algos import ChunkClipPPOLoss, ChunkGRPOLoss, Learner, StepCollector, gae
 from vla_algos.run.arguments import compose_settings
 from vla_algos.run.config import read_config
-from vla_algos.run.environments import make_env_spec, own_share, training_episodes
+from vla_algos.run.environments import evaluated_env, make_env_spec, own_share, training_episodes
 from vla_algos.run.evaluator import Evaluator
 from vla_common import keys
 from vla_common.experiments import find_experiments
@@ -259,7 +259,8 @@ def hours(config: SimpleNamespace, spec: SimulatorSpec, chunk: int, act: float, 
         if "decisions" in some
         else some["groups"] * config.group_size * longest
     )
-    trials = len(Evaluator(**config.eval).episodes(spec))
+    held_out = make_env_spec(evaluated_env(config.env, config.eval), "eval.env")
+    trials = len(Evaluator(**config.eval).episodes(held_out)) * (2 if config.eval.get("sampled") else 1)
     evaluations = 1 + (config.iterations // config.evaluate_every if config.evaluate_every else 1)
     found = {
         "rollouts": config.iterations * decisions * act,

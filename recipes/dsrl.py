@@ -49,6 +49,8 @@ def train(config: SimpleNamespace, run: Run) -> None:
     held_out, demonstrations = HeldOut(run, spec), Demonstrations(config, spec)
     films = TrainVideos(run, spec, **config.train_videos)
     run.say(held_out.describe())
+    if not (demonstrations.wanted or config.policy.get("checkpoint")):
+        run.say("warning: nothing is cloned, and there is no policy.checkpoint: the frozen policy is random")
     base = make_run_policy(run, spec, own_env)
     demonstrations.check_policy(base)
     held_out.check_policy(base)

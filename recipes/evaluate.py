@@ -53,6 +53,7 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
     evaluation = AblatedEvaluation(run, spec)
     print(describe_spec(spec))
     policy = make_run_policy(run, spec, own_env)
+    written = served or identity(Path(config.policy["checkpoint"]).expanduser())  # now: a link may lead elsewhere later
     check_reads(policy, config.ablation)
     env = make_env(**own_env, chunk_size=policy.chunk_size, episodes=EpisodeQueue())
 
@@ -79,7 +80,6 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
             difference = compare(results[""].episodes, result.episodes, config.eval["mean_of"])
             metrics |= difference.metrics(prefix)
             print(f"\nablation {name}, paired\n{difference.table('normal', name)}")
-    written = served or identity(Path(config.policy["checkpoint"]).expanduser())
     setting = {"greedy": config.greedy, "ablation": config.ablation, "policy_identity": written}
     setting |= {**facts_of(spec), "differs_from_training": run.differs}
     if distributed.is_main():

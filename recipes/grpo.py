@@ -105,6 +105,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
             run.state["steps"] = minibatches.steps
             update = {**rollout_metrics(learnable), **minibatches.metrics(optimizer), "time/train": run.seconds - began}
             schedule.step()
+        del batch  # its images: the next rollout needs the room
 
         # ---- tell
         all_rows = concatenate(all_groups)

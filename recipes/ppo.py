@@ -109,6 +109,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
         if update:  # otherwise every episode crashed as it began
             schedule.step()
         update |= {"time/train": run.seconds - began, **solved.metrics()}
+        del batch  # its images: the next rollout needs the room
 
         # ---- tell
         outcomes, speed = env_metrics(all_rows), throughput(all_rows, run.seconds)

@@ -389,10 +389,17 @@ class BalancedMinibatches:
         self._device, self._rank, self._processes = device, rank(), len(counts)
         self._first = sum(counts[: self._rank])
         self._owners = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
-        self._samples = samples if counts[self._rank] else None
+        self.samples = samples if counts[self._rank] else None
         if len(counts) > 1:
-            self._samples = _alike(self._samples, computed)
-            self._filling = self._any_row(counts)
+            self.samples = _alike(self.samples, computed)
+            # For passes that count nothing: an own row, or where there is none the first of all.
+            own = None if self.samples is None else self.samples[torch.tensor([0])]
+            if not all(counts):
+                giver = next(rank for rank, count in enumerate(counts) if count)
+                given = broadcast_object(own if own is None else own.cpu(), giver)
+                own = given if own is None else own
+            assert own is not None  # some process has rows
+            self._filling = own
         self._decisions = self._moved = self._busiest = 0  # rows of minibatches; of each, of the process with most
 
     def metrics(self) -> dict[str, float]:
@@ -419,7 +426,7 @@ class BalancedMinibatches:
         arrived = self._exchange(rows, owners, workers)
         size = size or busiest
         for start in range(0, busiest, size):
-            parts = [] if self._samples is None else [self._samples[own[start : start + size]]]
+            parts = [] if self.samples is None else [self.samples[own[start : start + size]]]
             if arrived is not None:
                 come = slice(max(0, start - len(own)), max(0, start + size - len(own)))
                 parts.append(arrived[come])
@@ -435,20 +442,10 @@ class BalancedMinibatches:
         for other in set(workers.tolist()) - {self._rank}:
             leaving = rows[(owners == self._rank) & (workers == other)] - self._first
             if len(leaving):
-                assert self._samples is not None  # it owns these rows
-                sent[other] = self._samples[leaving].cpu()
+                assert self.samples is not None  # it owns these rows
+                sent[other] = self.samples[leaving].cpu()
         come = [part for part in all_to_all(sent) if part is not None]
         return torch.cat(come) if come else None
-
-    def _any_row(self, counts: Sequence[int]) -> TensorDictBase:
-        """Return a row, for passes that count nothing: an own one, or where there is none the first of all."""
-        own = None if self._samples is None else self._samples[torch.tensor([0])]
-        if not all(counts):
-            giver = next(rank for rank, count in enumerate(counts) if count)
-            given = broadcast_object(own if own is None else own.cpu(), giver)
-            own = given if own is None else own
-        assert own is not None  # some process has rows
-        return own
 
 
 def masked(part: TensorDictBase) -> TensorDictBase:

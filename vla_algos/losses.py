@@ -189,7 +189,15 @@ class ChunkPolicyLoss(ClipPPOLoss):
             ValueError: an entry is missing or of another shape, or levels do not fit each other.
         """
         tensordict, whole = tensordict.reshape(-1), None if whole is None else whole.reshape(-1)
-        self._check_entries(tensordict)
+        needed = [*self.in_keys, *([keys.REFERENCE_LOG_PROB] if self.reference_kl_coeff else [])]
+        needed += [keys.PROXIMAL_LOG_PROB] if self.decoupled else []
+        missing = [key for key in needed if tensordict.get(key, None) is None]
+        if missing:
+            raise ValueError(
+                f"the batch lacks {missing}. Log-probabilities and values come from the rollout (see the policy's "
+                "out_keys), 'advantage' and 'value_target' from gae() or grpo(), 'reference_log_prob' and "
+                "'proximal_log_prob' from add_log_prob()"
+            )
         log_prob, entropy, value = self.actor_network.evaluate_actions(tensordict)
         if log_prob.shape[:-1] != tensordict[keys.NEXT, keys.STEP_MASK].shape:
             raise ValueError(
@@ -249,7 +257,7 @@ class ChunkPolicyLoss(ClipPPOLoss):
         log_weight, valid = to_level(log_ratio, mask, self.log_prob_level)
         advantage = expand(tensordict[self.tensor_keys.advantage], log_weight, mask)
         clipped = log_weight.clamp(*self._clip_bounds)
-        gain, clipped_gain = log_weight.exp() * advantage, clipped.exp() * advantage
+        gain, clipped_gain = log_weight.clamp(max=80).exp() * advantage, clipped.exp() * advantage  # 0 * inf is NaN
         objective = torch.minimum(gain, clipped_gain)
         with torch.no_grad():
             measured = {
@@ -287,17 +295,6 @@ class ChunkPolicyLoss(ClipPPOLoss):
     def _behaviour_log_ratio(self, tensordict: TensorDictBase) -> Tensor:
         difference = tensordict[keys.PROXIMAL_LOG_PROB] - tensordict[self.tensor_keys.sample_log_prob]
         return torch.where(tensordict[keys.NEXT, keys.STEP_MASK].unsqueeze(-1), difference, 0.0)
-
-    def _check_entries(self, tensordict: TensorDictBase) -> None:
-        needed = [*self.in_keys, *([keys.REFERENCE_LOG_PROB] if self.reference_kl_coeff else [])]
-        needed += [keys.PROXIMAL_LOG_PROB] if self.decoupled else []
-        missing = [key for key in needed if tensordict.get(key, None) is None]
-        if missing:
-            raise ValueError(
-                f"the batch lacks {missing}. Log-probabilities and values come from the rollout (see the policy's "
-                "out_keys), 'advantage' and 'value_target' from gae() or grpo(), 'reference_log_prob' and "
-                "'proximal_log_prob' from add_log_prob()"
-            )
 
 
 class ChunkGRPOLoss(ChunkPolicyLoss):

@@ -138,7 +138,7 @@ class Minibatches:
             samples = None
         computed, size = set[Any](), self.micro_batch_size or 1  # decisions of a forward pass
         if samples is not None and not self.micro_batch_size:
-            size = len(self._split(torch.arange(len(samples)))[0])
+            size = -(-len(self._split(torch.arange(self.decisions))[0]) // distributed.world_size())
         if frozen is not None:
             frozen.add_log_prob(samples, size, self._device)
         if samples is not None:
@@ -199,6 +199,7 @@ class Minibatches:
         if not self.decisions:
             return {}
         actor, critic = optimizer.param_groups
+        self._balanced.samples = None  # and what precompute has added: the next rollout needs the room
         return {
             **self._mean.compute(),
             **self._at_start,

@@ -112,7 +112,7 @@ class Replay:
         n_steps: Count = 3,
         batch_size: Count = 128,
     ):
-        self.folder, self.capacity, self.batch_size = folder, capacity, batch_size
+        self.folder, self.capacity, self.batch_size = Path(folder), capacity, batch_size
         self.gamma, self.n_steps = gamma, n_steps
         self._buffer: TensorDictReplayBuffer | None = None
         self._digests: list[str] = []  # of the segments
@@ -128,14 +128,17 @@ class Replay:
         return (self.capacity or 0) * (numbers + 4 + 8 + 2)  # reward, steps, two flags
 
     def extend(self, episodes: Sequence[TensorDictBase]) -> int:
-        """Keep transitions of episodes ``[T]`` that did not crash; returns how many. OSError: no room on the disk."""
+        """Keep transitions of episodes ``[T]`` that did not crash; returns how many. ValueError, OSError: no room."""
         whole = [episode.cpu() for episode in episodes if not episode[keys.NEXT, keys.CRASHED].any()]
         parts = [transitions(episode, self.gamma, self.n_steps) for episode in whole]
         if not sum(map(len, parts)):
             return 0
         rows: TensorDictBase = torch.cat(parts)
+        self.capacity = self.capacity or len(rows)
+        if (wanted := self.decisions + len(rows)) > self.capacity:
+            raise ValueError(f"capacity={self.capacity}: there would be {wanted}; give it all decisions of the run")
         content = save({name: tensor.contiguous() for name, tensor in rows.flatten_keys(".").items()})
-        self.folder.mkdir(exist_ok=True)
+        self.folder.mkdir(parents=True, exist_ok=True)
         write_atomically(self._segment(len(self._digests)), content)
         self._digests.append(hashlib.sha256(content).hexdigest())
         self._keep(rows)

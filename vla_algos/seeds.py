@@ -51,7 +51,8 @@ def hierarchical_bootstrap(statistic: Callable[..., float], *groups: Seeds) -> E
 
     def draw(group: Seeds) -> np.ndarray:
         seeds = random.integers(len(group.episodes), size=len(group.episodes))
-        return random.binomial(group.episodes[seeds], group.scores[seeds]) / group.episodes[seeds]
+        chance = (group.solved[seeds] + 0.5) / (group.episodes[seeds] + 1)  # never 0 or 1, which would not vary
+        return random.binomial(group.episodes[seeds], chance) / group.episodes[seeds]
 
     drawn = [statistic(*map(draw, groups)) for _ in range(4000)]
     low, high = np.quantile(drawn, [0.025, 0.975])

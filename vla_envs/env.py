@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple
+from pkgutil import resolve_name
 from typing import Any, cast
 
 import numpy as np
@@ -68,7 +69,8 @@ class VLAEnv(EnvBase):
         gpus: Sequence[int] | None = None,
     ):
         if spec.batched:  # first, because it says so if there is no GPU
-            pool = spec.make_batched(num_envs, chunk_size, ignore_terminations, gpus)
+            where = {} if gpus is None else {"device": f"cuda:{gpus[0]}"}  # otherwise CUDA's current one
+            pool = resolve_name(spec.batched)(spec, num_envs, chunk_size, ignore_terminations, **where)
         else:
             pool = WorkerPool(
                 spec,
@@ -176,7 +178,7 @@ class VLAEnv(EnvBase):
         mask = None if tensordict is None else tensordict.get("_reset", None)
         slots = range(self.num_envs) if mask is None else mask.view(-1).nonzero().view(-1).tolist()
         if mask is None:
-            self._drop_under_way()
+            self.drop_under_way()
         else:
             self._check_idle(slots)
         self.pool.reset(self._take_episodes(slots))
@@ -341,7 +343,8 @@ class VLAEnv(EnvBase):
         if self.simulator_spec.batched:
             raise RuntimeError(TOGETHER.format(id=self.simulator_spec.id))
 
-    def _drop_under_way(self) -> None:
+    def drop_under_way(self) -> None:
+        """Forget what was sent and not received."""
         under_way, self._under_way = self._under_way, {}
         for _, pending, _ in under_way.values():
             self.pool.drop(pending)
@@ -383,7 +386,7 @@ class VLAEnv(EnvBase):
         if len(saved) != self.num_envs:
             raise ValueError(f"the saved run had {len(saved)} environments, this one has {self.num_envs}")
         self.interactions += 1
-        self._drop_under_way()
+        self.drop_under_way()
         self.episodes.load_state_dict(state_dict["sampler"])
         self.current_episodes = [None if episode is None else unpack(episode) for episode in saved]
         if "episodes" not in state_dict:

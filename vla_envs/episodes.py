@@ -58,19 +58,22 @@ class EpisodeSampler:
         groups = dict.fromkeys(task.group for task in spec.tasks)
         self._parts = [[n for n, task in enumerate(spec.tasks) if task.group == group] for group in groups]
         self._solved, self._tried = [0.0] * self.num_tasks, [0.0] * self.num_tasks  # of the last episodes of each task
-        self._drawn = 0  # episodes given out by this rank
+        self._drawn = self._task = 0  # episodes given out by this rank, and the task of the last
 
     def next(self) -> Episode:
         """Return the next episode of this rank."""
         group = self._drawn // self.group_size * self.world_size + self.rank
         self._drawn += 1
         if self.mode == "ordered":
-            pairs = self.num_tasks * self.spec.trials
+            trials = self.spec.initial_states or self.spec.trials
+            pairs = self.num_tasks * trials
             order = np.random.default_rng([self.seed, _SHUFFLE, group // pairs]).permutation(pairs)
-            task_id, trial_id = divmod(int(order[group % pairs]), self.spec.trials)
+            task_id, trial_id = divmod(int(order[group % pairs]), trials)
         else:
             draw = np.random.default_rng([self.seed, _TRAINING, 0 if self.mode == "fixed" else group])
             task_id, trial_id = self._draw_task(draw), int(draw.integers(self.spec.initial_states or 2**31))
+            if self.mode == "learnable":  # a group is of one task, whatever was told meanwhile
+                task_id = self._task = self._task if (self._drawn - 1) % self.group_size else task_id
         return Episode(task_id, trial_id, self.seed, group_id=group)
 
     def _draw_task(self, draw: np.random.Generator) -> int:
@@ -106,8 +109,8 @@ class EpisodeSampler:
 
     def state_dict(self) -> dict[str, Any]:
         """Return what :meth:`load_state_dict` needs to resume exactly here."""
-        told = {"solved": list(self._solved), "tried": list(self._tried)} if self.mode == "learnable" else {}
-        return {"drawn": self._drawn, **told, **self._identity()}
+        told = {"solved": list(self._solved), "tried": list(self._tried), "task": self._task}
+        return {"drawn": self._drawn, **(told if self.mode == "learnable" else {}), **self._identity()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken; ``ValueError`` if that is another stream of episodes."""
@@ -121,7 +124,7 @@ class EpisodeSampler:
                 )
         self._drawn = state["drawn"]
         if self.mode == "learnable":
-            self._solved, self._tried = list(state["solved"]), list(state["tried"])
+            self._solved, self._tried, self._task = list(state["solved"]), list(state["tried"]), state.get("task", 0)
 
     def _identity(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in _SETTINGS}

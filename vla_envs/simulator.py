@@ -245,16 +245,6 @@ class SimulatorSpec:
         simulator = self.simulator_class()(self)
         return resolve_name("vla_envs.stress:Stressed")(simulator) if self.stress else simulator
 
-    def make_batched(
-        self, num_envs: int, chunk_size: int, ignore_terminations: bool, gpus: Sequence[int] | None = None
-    ) -> Any:
-        """Import the benchmark and build all worlds, with the interface of a ``WorkerPool``.
-
-        ``gpus`` is the one GPU to simulate on, CUDA's current one if ``None``.
-        """
-        where = {} if gpus is None else {"device": f"cuda:{gpus[0]}"}
-        return resolve_name(self.batched)(self, num_envs, chunk_size, ignore_terminations, **where)
-
     def check(self) -> None:
         """Raise early what :meth:`make` would raise: a simulator class may have a static method ``check(spec)``."""
         check = getattr(self.simulator_class(), "check", None)

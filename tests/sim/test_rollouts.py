@@ -189,7 +189,12 @@ def test_a_folder_of_a_stranger_is_data(evaluation, tmp_path):
         other = changed(evaluation[0], tmp_path / str(number), actions=json.loads(actions))
         with pytest.raises(ValueError, match=said):
             [*write_rollouts(other, tmp_path / "set")]
-    for text, said in {"env: {id: no/where}": "no/where", "env: {id: metaworld/reach-v3, run: rm}": "env.run"}.items():
+    folders = {
+        "env: {id: no/where}": "no/where",
+        "env: {id: metaworld/reach-v3, run: rm}": "env.run",
+        "env: {id: calvin/D, path: /theirs/calvin_env}": "env.path=/theirs/calvin_env may be code of a stranger",
+    }
+    for text, said in folders.items():
         (other / "config.yaml").write_text(text)
         with pytest.raises(ValueError, match=said):
             [*write_rollouts(other, tmp_path / "set")]

@@ -423,6 +423,15 @@ def test_coefficients_lie_where_a_policy_computes_that_host_memory_keeps(policy,
     assert theirs.call_args.kwargs["device"] == torch.device("cuda")
 
 
+@pytest.mark.parametrize(("advantage", "dual_clip"), [(1.0, None), (-1.0, 3.0)])
+def test_a_ratio_beyond_all_numbers_has_no_gradient_where_it_is_bounded(advantage, dual_clip):
+    td = given([[[100.0]], [[0.0]]], [[advantage], [advantage]])
+    loss = ChunkClipPPOLoss(Given(), critic_coeff=None, dual_clip=dual_clip)(td)["loss_objective"]
+    loss.backward()
+    assert loss.isfinite()
+    assert td["given", "log_prob"].grad.flatten().tolist() == [0.0, -advantage / 2]
+
+
 @pytest.mark.parametrize("level", LEVELS)
 def test_a_policy_that_has_diverged_is_not_hidden(level):
     log_ratio = torch.zeros(2, 2, 2)

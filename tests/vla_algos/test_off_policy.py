@@ -86,6 +86,15 @@ def test_a_crashed_episode_is_left_out(tmp_path):
     assert replay.decisions == 3
 
 
+@pytest.mark.parametrize("capacity", [7, None])
+def test_more_decisions_than_there_is_room_for_are_refused(capacity, tmp_path):
+    replay = Replay(str(tmp_path / "a" / "b"), capacity)
+    assert replay.extend([episode(4)]) == 4
+    with pytest.raises(ValueError, match=f"capacity={capacity or 4}: there would be 8; give it all decisions"):
+        replay.extend([episode(4)])
+    assert replay.decisions == 4
+
+
 def shown(steps, length):
     """One demonstration, with a row at each of ``steps`` of its ``length`` actions; chunks of the tiny policy."""
     policy = SteeredPolicy(small(None), SteeredConfig(by="residual", width=8))

@@ -157,6 +157,23 @@ def test_seeds_that_differ_make_the_interval_wider_than_their_episodes_do():
     assert widths[1] > 0.4
 
 
+@pytest.mark.parametrize(("solved", "low", "high"), [(0, 0.0, 0.31), (5, 0.69, 1.0)])
+def test_seeds_that_solve_all_or_nothing_have_an_interval_too(solved, low, high):
+    found = hierarchical_bootstrap(np.mean, Seeds(np.full((2, 1), 5), np.full((2, 1), solved)))
+    assert low <= found.low <= found.value == solved / 5 <= found.high <= high
+    assert found.high - found.low > 0.15  # as one run of 10 episodes has, about
+
+
+def test_an_evaluation_that_is_not_finished_is_no_result(tmp_path, capsys):
+    some = [each for each in results([0.5], 0) if each.index % 3]
+    folders = [write(tmp_path / "a", some), write(tmp_path / "b", results([0.5], 1))]
+    third = write(tmp_path / "c", results([0.5], 2))
+    for arguments in ([folders[0], "--published", 50, "--episodes", 9], [third, "--with", *folders]):
+        assert main(["compare", *map(str, arguments)]) == 2
+        assert "is not finished, and solved episodes end first" in capsys.readouterr().err
+    assert f"{folders[0]} is not finished" in said(capsys, *folders)
+
+
 def test_compare_of_several_seeds(tmp_path, capsys):
     a = [write(tmp_path / f"a{seed}", results([0.1, 0.3, 0.5, 0.7], seed)) for seed in range(3)]
     b = [write(tmp_path / f"b{seed}", results([0.3, 0.5, 0.8, 0.9], 10 + seed)) for seed in range(2)]

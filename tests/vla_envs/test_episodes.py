@@ -87,12 +87,31 @@ def test_what_was_told_is_resumed():
     assert take(resumed, 20) == take(sampler, 20)
 
 
+def test_a_group_is_of_one_episode_whatever_is_told_meanwhile():
+    sampler, resumed = (EpisodeSampler(SPEC, mode="learnable", group_size=8) for _ in range(2))
+    first = take(sampler, 4)
+    sampler.tell(range(1, 5), [True] * 4)
+    for task in range(5):
+        sampler.tell([task] * 60, [True, False] * 30 if task != first[0].task_id else [True] * 60)
+    resumed.load_state_dict(sampler.state_dict())
+    rest = take(sampler, 20)
+    assert set(first + rest[:4]) == {first[0]}
+    assert take(resumed, 20) == rest
+
+
 def test_ordered_visits_everything_once_per_pass_in_a_new_order():
     episodes = take(EpisodeSampler(replace(SPEC, trials=3), mode="ordered"), 30)
     first, second = episodes[:15], episodes[15:]
     everything = {(task, trial) for task in range(5) for trial in range(3)}
     assert {(e.task_id, e.trial_id) for e in first} == {(e.task_id, e.trial_id) for e in second} == everything
     assert first != second
+
+
+def test_ordered_visits_the_initial_states_of_training_however_few_an_evaluation_has():
+    spec = replace(SPEC, trials=2, initial_states=6, evaluation_trials=range(6, 8))
+    assert {(e.task_id, e.trial_id) for e in take(EpisodeSampler(spec, mode="ordered"), 30)} == {
+        (task, trial) for task in range(5) for trial in range(6)
+    }
 
 
 def test_fixed_repeats_and_random_does_not():

@@ -181,6 +181,13 @@ def test_a_run_that_was_stopped_in_the_middle_of_episodes_goes_on_to_the_bit():
         assert_same(torch.cat([*begun, collector.rollout(), collector.rollout()], 1), expected)
 
 
+def test_no_pass_has_more_decisions_than_a_stage():
+    policy = actor_critic()
+    with closing(walkers()) as env:
+        StepCollector(env, policy, 5, stages=2).rollout()
+    assert set(policy.passes) == {N // 2}
+
+
 def test_a_policy_that_fails_leaves_an_environment_that_can_be_used():
     class Fails(ToyActorCritic):
         def forward(self, td):
@@ -341,6 +348,7 @@ def test_the_queue_may_grow_and_be_stopped():
                 collector.extend(episodes(7, first=6))
                 break
         own = env.episodes
+        env.state_dict()  # as a run that is saved now: nothing is under way
         trials += [int(episode[TRIAL_ID][0]) for episode in collector.iterator()]
         assert trials == list(range(13))
         assert env.episodes is own

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import gymnasium
 import numpy as np
@@ -20,6 +21,7 @@ from vla_algos.evaluation import EpisodeResult, EvaluationResult, evaluate
 from vla_algos.groups import collect_groups, concatenate
 from vla_algos.intervals import mean_interval, wilson_interval
 from vla_algos.metrics import env_metrics
+from vla_algos.run import HeldOut
 from vla_algos.run.environments import as_evaluated, describe_spec, facts_of
 from vla_algos.run.evaluator import Evaluator
 from vla_algos.run.folder import finish_folder
@@ -384,3 +386,10 @@ def test_fewer_initial_states_than_the_benchmark_has_are_said():
         assert as_evaluated(published, trials) is published
     drawn = make_spec("calvin/D")
     assert as_evaluated(drawn, 2) is drawn
+
+
+def test_a_training_run_says_so_of_its_evaluations():
+    run = SimpleNamespace(config=SimpleNamespace(eval={"trials": 2}, env={"id": "calvin/lh-mtlc"}), facts={})
+    held_out = HeldOut(run, make_spec("calvin/lh-mtlc"))
+    assert "2 of its 1000 initial states" in held_out.describe()
+    assert "2 of its 1000 initial states" in str(run.facts["protocol_deviations"])

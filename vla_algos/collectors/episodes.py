@@ -141,6 +141,8 @@ class EpisodeCollector(ChunkCollector):
                 yield episode
         finally:
             # A caller that stops early may continue later: what was running, or was taken to run, will run again.
+            if self._stages:
+                self.base_env.drop_under_way()
             self.queue.give_back_all()
             self.base_env.set_episodes(own_episodes)
         self._iter += 1
@@ -149,7 +151,12 @@ class EpisodeCollector(ChunkCollector):
         """Make decisions in all slots at a time, without end."""
         observation, slots = self._reset(), list(range(self.env.batch_size[0]))
         while True:
-            self._next_deciding()
+            idle_before = bool(self.deciding) and not any(self.deciding)
+            # Those that the next step decides in, which may replace them; all are from our queue.
+            self.deciding = cast("list[QueuedEpisode | None]", self._episodes)
+            self._deciding_unstarted = self._unstarted
+            if not any(self.deciding) and (idle_before or not self.queue.waiting):  # one that grew is taken in one step
+                raise self._starved()
             self.decided = running.lengths(slots)
             outcome, observation = self._decide(observation)
             self._book(running, outcome, slots, len(slots))
@@ -199,14 +206,6 @@ class EpisodeCollector(ChunkCollector):
             self._slot_time += len(stage.slots)
             self._idle_time += len(stage.slots)
         return stage.ready
-
-    def _next_deciding(self) -> None:
-        """Note which episodes the next step decides in, which may replace them."""
-        idle_before = bool(self.deciding) and not any(self.deciding)
-        self.deciding = cast("list[QueuedEpisode | None]", self._episodes)  # all from our queue
-        self._deciding_unstarted = self._unstarted
-        if not any(self.deciding) and (idle_before or not self.queue.waiting):  # a queue that grew is taken in one step
-            raise self._starved()
 
     def _starved(self) -> RuntimeError:
         return RuntimeError(

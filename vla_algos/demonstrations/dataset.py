@@ -129,22 +129,6 @@ def load_demonstrations(folder: str | Path) -> DemonstrationSet:
     A ``ValueError`` if it is no such folder, of another format, damaged, or has files that could hold code.
     """
     folder = Path(folder)
-    facts, entries = _read_facts(folder)
-    try:
-        said = {name: (entry["dtype"], entry["shape"]) for name, entry in entries.items() if isinstance(entry, Mapping)}
-        shapes = _shapes(facts, entries[keys.TASK_DESCRIPTIONS]["shape"][-1])
-    except (LookupError, TypeError, ValueError) as error:
-        raise _damaged(folder, f"{FACTS} or {_META} lacks {error}") from None
-    wanted = {name: (f"torch.{_DTYPES[name]}", shape) for name, shape in shapes.items()}
-    if said != wanted:
-        wrong = next(name for name in [*wanted, *said] if said.get(name) != wanted.get(name))
-        raise _damaged(folder, f"{_META} says {wrong} is {said.get(wrong)}, {FACTS} {wanted.get(wrong)}")
-    frames = {name: _mapped(folder, name, shape) for name, shape in shapes.items()}
-    return DemonstrationSet(folder, facts, TensorDict(frames, [facts["frames"]]))
-
-
-def _read_facts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what the JSON of a folder says: of the recording, and of the arrays."""
     another = "take another folder (recipes: demonstrations.folder=FOLDER)"
     if not (folder / FACTS).is_file():
         raise ValueError(f"{folder}: no demonstrations are here, {FACTS} is missing; {another}")
@@ -161,7 +145,17 @@ def _read_facts(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
             f"{folder}: {FACTS} is of kind {kind!r} and format {number!r}, this version reads {KIND!r} of format "
             f"{FORMAT}; {another}, to record again"
         )
-    return facts, entries
+    try:
+        said = {name: (entry["dtype"], entry["shape"]) for name, entry in entries.items() if isinstance(entry, Mapping)}
+        shapes = _shapes(facts, entries[keys.TASK_DESCRIPTIONS]["shape"][-1])
+    except (LookupError, TypeError, ValueError) as error:
+        raise _damaged(folder, f"{FACTS} or {_META} lacks {error}") from None
+    wanted = {name: (f"torch.{_DTYPES[name]}", shape) for name, shape in shapes.items()}
+    if said != wanted:
+        wrong = next(name for name in [*wanted, *said] if said.get(name) != wanted.get(name))
+        raise _damaged(folder, f"{_META} says {wrong} is {said.get(wrong)}, {FACTS} {wanted.get(wrong)}")
+    frames = {name: _mapped(folder, name, shape) for name, shape in shapes.items()}
+    return DemonstrationSet(folder, facts, TensorDict(frames, [facts["frames"]]))
 
 
 def _mapped(folder: Path, name: str, shape: Sequence[int]) -> torch.Tensor:

@@ -115,6 +115,12 @@ class Demonstrations:
                     "or demonstrations.heldout=0"
                 )
             check_heldout(self.settings.heldout, self.settings.episodes // len(spec.tasks))
+            wanted = self.settings.spread * -(-self.settings.episodes // len(spec.tasks))
+            if spec.evaluation_trials and wanted > (spec.initial_states or wanted):  # what follows them is evaluated
+                raise ValueError(
+                    f"demonstrations.spread={self.settings.spread} takes {wanted} initial states of a task, and "
+                    f"training has {spec.initial_states}; type demonstrations.spread=1, or fewer demonstrations.episodes"
+                )
             with contextlib.suppress(ImportError):  # what starts it says what to install
                 check_expert(spec.simulator_class(), spec)
         elif isinstance(found, LeRobotDemonstrations):

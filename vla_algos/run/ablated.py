@@ -82,20 +82,24 @@ class AblatedEvaluation:
 
     def __call__(self, env: VLAEnv, policy: VLAPolicy) -> dict[str, EvaluationResult]:
         """Evaluate as it is, then with each ablation, until one has no result; all with the same random numbers."""
-        results: dict[str, EvaluationResult] = {}
+        run, results = self.run, dict[str, EvaluationResult]()
+        pipeline = {"resume": True, "record": True, "greedy": run.config.greedy, **run.config.pipeline}
         with contextlib.ExitStack() as stack:
             stack.enter_context(gathered(policy))
             seen = None
             if "other_trial" in self.names:
-                seen = stack.enter_context(ablations.SeenImages(self.run.folder))
+                seen = stack.enter_context(ablations.SeenImages(run.folder))
                 seen.check_room(self.spec, len(self._episodes), policy.chunk_size)
-            seed_rank(self.run.config.seed)
+            seed_rank(run.config.seed)
             numbers = random_state()
             for name in ["", *self.names]:  # "" is the evaluation as it is
                 set_random_state(numbers)
-                options = {"policy": policy, **self._options(name, policy.chunk_size, seen, results)}
-                results[name] = self._evaluate(name, env, **options)
-                if results[name].failure:
+                how = {"policy": policy, **pipeline, **self._options(name, policy.chunk_size, seen, results)}
+                path = run.folder / (ablated_file(name) if name else NAME)
+                title, keeps = name or "evaluation", not name
+                results[name] = result = self._evaluator.run(title, env, path=path, keep_actions=keeps, **how)
+                save_videos(run.folder / "videos" / name, result, frames_per_second(self.spec, env.chunk_size))
+                if result.failure:
                     break
         return results
 
@@ -123,11 +127,3 @@ class AblatedEvaluation:
             return {"observe": ablations.other_axis_angle(self.spec.benchmark)}
         pictures = {"blank_images": ablations.blank_images, **ablations.PICTURES}
         return {"observe": pictures[name]} if name in pictures else {}
-
-    def _evaluate(self, name: str, env: VLAEnv, **options: Any) -> EvaluationResult:
-        run, evaluator = self.run, self._evaluator
-        how = {"resume": True, "record": True, "greedy": run.config.greedy, **run.config.pipeline}
-        path = run.folder / (ablated_file(name) if name else NAME)
-        result = evaluator.run(name or "evaluation", env, path=path, keep_actions=not name, **how, **options)
-        save_videos(run.folder / "videos" / name, result, frames_per_second(self.spec, env.chunk_size))
-        return result

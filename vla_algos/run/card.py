@@ -114,7 +114,10 @@ class _Evaluation:
         how += f", {int(self._metrics['eval/num_episodes'])} episodes"
         chosen = {key: value for key, value in self._settings["policy"].items() if value is not None}
         self._policy = {key: value for key, value in chosen.items() if key not in _OF_THE_MACHINE}
-        self.title, self.lines, self.table = f"{name}, {how}", list(self._said()), self._result().table()
+        lengths = (re.fullmatch(r"eval/success_len_(\d+)", name) for name in self._metrics)
+        chain = max((int(length[1]) for length in lengths if length), default=1)
+        found = EvaluationResult.load(folder, chain_length=chain, mean_of=self._eval.get("mean_of") or ())
+        self.title, self.lines, self.table = f"{name}, {how}", list(self._said()), found.table()
         self.again = "".join(f" {shlex.quote(each)}" for each in self._typed(origin))
         success, differs = self._metrics["eval/success_once"], self._metrics.get("protocol_deviations")
         self.result = EvalResult(
@@ -138,11 +141,6 @@ class _Evaluation:
             yield ", ".join(f"{name} {version}" for name, version in versions.items())
         if commit := (process.get("code") or {}).get("commit"):
             yield f"vla-torchrl at {commit[:12]}" + (" with changes" if process["code"].get("changes") else "")
-
-    def _result(self) -> EvaluationResult:
-        lengths = (re.fullmatch(r"eval/success_len_(\d+)", name) for name in self._metrics)
-        chain = max((int(length[1]) for length in lengths if length), default=1)
-        return EvaluationResult.load(self._folder, chain_length=chain, mean_of=self._eval.get("mean_of") or ())
 
     def _typed(self, origin: Mapping[str, Any]) -> Iterator[str]:
         """List what is typed to evaluate so again: all that is otherwise than in the policy's training."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from vla_algos.comparison import compare
 from vla_algos.intervals import Estimate, independent_difference, wilson_interval
-from vla_algos.results import IN_TRAINING, NAME, files_of, read_episodes
+from vla_algos.results import IN_TRAINING, NAME, EpisodeResult, files_of, read_episodes
 from vla_algos.run.environments import evaluated_env
 from vla_algos.run.folder import flat, settings_of
 from vla_algos.run.provenance import read_record
@@ -134,7 +134,10 @@ def _tables(
     """Compare each kind of evaluation that both have."""
     first, second = names
     for kind in [kind for kind in one.files if kind in other.files]:
-        found = compare(read_episodes(one.files[kind]), read_episodes(other.files[kind]), mean_of)
+        both = [read_episodes(each.files[kind]) for each in (one, other)]
+        for place, results in zip((one.place, other.place), both, strict=True):
+            yield from (f"  {text}" for text in _unfinished(place, results))
+        found = compare(both[0], both[1], mean_of)
         title = [f"{second} - {first}, paired over {len(found.pairs)} episodes", kind, said]
         yield f"\n{'; '.join(filter(None, title))}\n{found.table(first, second, tasks=tasks)}"
 
@@ -173,12 +176,19 @@ def _seeds_of(runs: Sequence[Path]) -> Iterator[tuple[str, Seeds]]:
     texts += [f"not the benchmark's: {text}" for text in read_record(found[0].run).get("protocol_deviations") or ()]
     for kind in kinds:
         results = {str(each.place): read_episodes(each.files[kind]) for each in found}
+        for text in (text for place in results for text in _unfinished(place, results[place])):
+            raise ValueError(text)
         seeds = Seeds.of(results)
         crashed = sum(map(len, results.values())) - seeds.episodes.sum()
         rates = [f"{place} {100 * rate:.1f}%" for place, rate in zip(results, seeds.pooled().scores[:, 0], strict=True)]
         title = f"{seeds.episodes.sum()} episodes of {seeds.episodes.shape[1]} tasks, with 95 % intervals"
         title = "; ".join(filter(None, [title, kind, crashed and f"{crashed} crashed and are not counted"]))
         yield "\n".join(["", *(f"  {text}" for text in dict.fromkeys(texts)), title, ", ".join(rates)]), seeds
+
+
+def _unfinished(place: Path | str, results: Sequence[EpisodeResult]) -> Iterator[str]:
+    if [each.index for each in results] != list(range(len(results))):
+        yield f"{place} is not finished, and solved episodes end first: its rates are too high; type its command again"
 
 
 def _shown(found: Estimate, form: str = ".1f", unit: str = "%") -> str:

@@ -105,7 +105,20 @@ def read_config(config: DictConfig, types: Types) -> SimpleNamespace:
     if group != 1 and "episode_order" not in found:
         raise ValueError(f"env.group_size={group}: {found['recipe']}.py has no groups; leave it out")
     check_loggers(found.get("logger", {}))
-    _check_processes(found)
+    launcher = found["launcher"]
+    if launcher["name"] == "slurm":
+        shared = {f"{section}.{name}": found.get(section, {}).get(name) for section, name in _SHARED}
+        shared["eval.env.num_envs"] = (found["eval"].get("env") or {}).get("num_envs")
+        processes = count_processes(launcher)
+        numbers = {name: number for name, number in shared.items() if number is not None}
+        apart = any(each != "all" for role, each in found.get("placement", {}).items() if role != "env")
+        check_job(launcher, {} if apart else numbers)  # those that collect share them, which Roles checks
+        distributed.check_shards("all" if apart else found.get("sharding", {}).get("shards", "all"), processes)
+    if found.get("sharding", {}).get("cpu_offload") and found.get("offload", {}).get("optimizer"):
+        raise ValueError(
+            "offload.optimizer=true: with sharding.cpu_offload=true Adam is in host memory already; leave one of them "
+            "out"
+        )
     return SimpleNamespace(**found)
 
 
@@ -121,24 +134,6 @@ def _read(name: str, value: Any, types: Types) -> Any:
             raise unknown_setting(f"{name}.{setting}", types)
     check_settings(name, value, expected)
     return Section(name, value)
-
-
-def _check_processes(found: Mapping[str, Any]) -> None:
-    """Refuse what the processes of a run, or of the job that is submitted, cannot share."""
-    launcher = found["launcher"]
-    if launcher["name"] == "slurm":
-        shared = {f"{section}.{name}": found.get(section, {}).get(name) for section, name in _SHARED}
-        shared["eval.env.num_envs"] = (found["eval"].get("env") or {}).get("num_envs")
-        processes = count_processes(launcher)
-        numbers = {name: number for name, number in shared.items() if number is not None}
-        apart = any(each != "all" for role, each in found.get("placement", {}).items() if role != "env")
-        check_job(launcher, {} if apart else numbers)  # those that collect share them, which Roles checks
-        distributed.check_shards("all" if apart else found.get("sharding", {}).get("shards", "all"), processes)
-    if found.get("sharding", {}).get("cpu_offload") and found.get("offload", {}).get("optimizer"):
-        raise ValueError(
-            "offload.optimizer=true: with sharding.cpu_offload=true Adam is in host memory already; leave one of them "
-            "out"
-        )
 
 
 def _plain(config: DictConfig) -> dict[str, Any]:

@@ -71,7 +71,40 @@ def check_folder(config: SimpleNamespace, folder: Path) -> None:
             f"{folder} has the policy of a run whose checkpoints are gone: it would begin again and overwrite it; take "
             f"another folder (hydra.run.dir=...), or remove {folder / 'policy'}"
         )
-    _check_same_run(config, folder)
+    if not (folder / "config.yaml").is_file():
+        return
+    settle_auto(config, folder)
+    before, now = flat(settings_of(folder)), flat(plain(config))
+    advice = "take another folder: hydra.run.dir=..."
+    if (recipe := before.get("recipe", config.recipe)) != config.recipe:
+        raise ValueError(f"{folder} is of the recipe {recipe}, not {config.recipe}; take another: hydra.run.dir=...")
+    if not hasattr(config, "resume"):
+        if (folder / "metrics.json").exists():
+            raise ValueError(f"{folder} has a finished evaluation in it; {advice}")
+    else:
+        steps = [int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*")]
+        setting, planned = _planned(config)
+        if planned < max(steps, default=0):
+            raise ValueError(
+                f"{folder} has done {max(steps)}, more than {setting}={planned}: type {setting}={max(steps)} or more, "
+                "or take another folder: hydra.run.dir=..."
+            )
+        if not steps:
+            return
+        if config.resume == "never":
+            raise ValueError(f"{folder} has a run in it, and resume=never; {advice}")
+    if not before:
+        tqdm.write(f"{folder / 'config.yaml'} could not be read, so that nothing tells whether its settings were these")
+        return
+    other = _other(config, before, now)
+    fixed = [name for name in other if name.startswith(_FIXED)]
+    if getattr(config, "resume", None) == "force":
+        other = fixed
+    elif hasattr(config, "resume") and not fixed:
+        advice = "take another folder (hydra.run.dir=...), or resume it with the new settings: resume=force"
+    if other:
+        shown = "\n".join(f"  {key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in other)
+        raise ValueError(f"{folder} has a run of other settings:\n{shown}\n  {advice}")
 
 
 def note_start(config: SimpleNamespace, folder: Path, facts: Mapping[str, Any] | None = None) -> None:
@@ -125,43 +158,6 @@ def new_folder(path: str) -> str:
 
 # For hydra.run.dir in conf/: asked once per run. Two that start in one second get a folder each.
 OmegaConf.register_new_resolver("new_folder", new_folder, use_cache=True, replace=True)
-
-
-def _check_same_run(config: SimpleNamespace, folder: Path) -> None:
-    if not (folder / "config.yaml").is_file():
-        return
-    settle_auto(config, folder)
-    before, now = flat(settings_of(folder)), flat(plain(config))
-    advice = "take another folder: hydra.run.dir=..."
-    if (recipe := before.get("recipe", config.recipe)) != config.recipe:
-        raise ValueError(f"{folder} is of the recipe {recipe}, not {config.recipe}; take another: hydra.run.dir=...")
-    if not hasattr(config, "resume"):
-        if (folder / "metrics.json").exists():
-            raise ValueError(f"{folder} has a finished evaluation in it; {advice}")
-    else:
-        steps = [int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*")]
-        setting, planned = _planned(config)
-        if planned < max(steps, default=0):
-            raise ValueError(
-                f"{folder} has done {max(steps)}, more than {setting}={planned}: type {setting}={max(steps)} or more, "
-                "or take another folder: hydra.run.dir=..."
-            )
-        if not steps:
-            return
-        if config.resume == "never":
-            raise ValueError(f"{folder} has a run in it, and resume=never; {advice}")
-    if not before:
-        tqdm.write(f"{folder / 'config.yaml'} could not be read, so that nothing tells whether its settings were these")
-        return
-    other = _other(config, before, now)
-    fixed = [name for name in other if name.startswith(_FIXED)]
-    if getattr(config, "resume", None) == "force":
-        other = fixed
-    elif hasattr(config, "resume") and not fixed:
-        advice = "take another folder (hydra.run.dir=...), or resume it with the new settings: resume=force"
-    if other:
-        shown = "\n".join(f"  {key}: {before.get(key)!r} there, {now.get(key)!r} now" for key in other)
-        raise ValueError(f"{folder} has a run of other settings:\n{shown}\n  {advice}")
 
 
 def _other(config: SimpleNamespace, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

@@ -2,13 +2,21 @@
 
 import contextlib
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from vla_algos import distributed
 from vla_algos.evaluation import EvaluationResult
 from vla_algos.run.comparing import before_and_after
-from vla_algos.run.environments import check_share, describe_spec, evaluated_env, facts_of, make_env_spec, own_share
+from vla_algos.run.environments import (
+    as_evaluated,
+    check_share,
+    describe_spec,
+    evaluated_env,
+    facts_of,
+    make_env_spec,
+    own_share,
+)
 from vla_algos.run.evaluator import Evaluator, check_temperature
 from vla_algos.run.logging import never_trained
 from vla_algos.run.run import Run
@@ -51,6 +59,7 @@ class HeldOut:
             self.spec = make_env_spec(env, "eval.env")
             self._other = own_share(env, self.spec, self._pipeline, "eval.env", processes)
         self.evaluator.episodes(self.spec)  # there are so many
+        self.spec = as_evaluated(self.spec, self.evaluator.trials)
         run.facts |= facts_of(self.spec)
 
     def check_policy(self, policy: VLAPolicy) -> None:
@@ -139,24 +148,19 @@ class HeldOut:
                 texts.append(f"{when} {run.config.recipe.upper()}\n{table}{sampled}")
             texts += before_and_after(run.folder, self.evaluator.mean_of)
             speed = f", {speeds[len(speeds) // 2]:.0f} env steps/s in training (median)" if speeds else ""
-            texts.append(self._places(where, speed))
+            rows = {
+                "run": run.folder,
+                "time": f"{run.elapsed / 60:.1f} minutes{speed}",
+                "policy": run.folder / "policy",
+                "checkpoints": run.folder / "checkpoints",
+                "curves": f"\n{' ' * 13}".join([*where, str(run.folder / "metrics.jsonl")]),
+                **({"videos": run.folder / "videos"} if (run.folder / "videos").is_dir() else {}),
+                "evaluate": shlex.join(["vla-recipe", "run", "evaluate", *self._typed()]),
+            }
+            texts.append("\n".join(f"{name:<12} {value}" for name, value in rows.items()))
             print("\n" + "\n\n".join(texts))
         if failure:
             raise SimulatorCrash(f"the run is complete, but its last evaluation has no result: {failure}")
-
-    def _places(self, loggers: Sequence[str], speed: str) -> str:
-        """Tell where everything of the run is."""
-        run, folder = self.run, self.run.folder
-        rows = {
-            "run": folder,
-            "time": f"{run.elapsed / 60:.1f} minutes{speed}",
-            "policy": folder / "policy",
-            "checkpoints": folder / "checkpoints",
-            "curves": f"\n{' ' * 13}".join([*loggers, str(folder / "metrics.jsonl")]),
-            **({"videos": folder / "videos"} if (folder / "videos").is_dir() else {}),
-            "evaluate": shlex.join(["vla-recipe", "run", "evaluate", *self._typed()]),
-        }
-        return "\n".join(f"{name:<12} {value}" for name, value in rows.items())
 
     def _typed(self) -> list[str]:
         """List the settings with which evaluate.py repeats the evaluations of this run."""

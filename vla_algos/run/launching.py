@@ -133,11 +133,6 @@ def launch(
         runs = [SlurmRun(recipe, each, folder / f"seed{each.seed}", members) for each in merged]
     for run in runs:
         check_folder(read_config(run.config, types), run.folder)
-    _submit_runs(runs, folder, settings)
-
-
-def _submit_runs(runs: list[SlurmRun], folder: Path, settings: dict[str, Any]) -> None:
-    """Submit a job, or an array of one for each run."""
     if missing := launcher_types("slurm").keys() - settings.keys() - {"seeds"}:
         raise ValueError(f"launcher.{min(missing)} is missing; type launcher=slurm, which sets all of them")
     if shutil.which("sbatch") is None:

@@ -48,7 +48,27 @@ def write_report(folders: Sequence[Path], to: Path | None = None, conf: Path | N
     file = to or (folders[0] if len(folders) == 1 else Path()) / PAGE
     if file.is_dir() or (file.exists() and "vla-recipe report" not in file.read_text(errors="replace")[:1000]):
         raise ValueError(f"{file} is there and is no page of vla-recipe report; type --to FILE.html for another one")
-    page = _render(runs, conf)
+    from jinja2 import Environment, FileSystemLoader  # at the end of a run, not as each begins
+
+    settings = [{key: str(v) for key, v in sorted(run.settings.items()) if not key.startswith(_FREE)} for run in runs]
+    names = [key for key in settings[0] if len(found := {own.get(key) for own in settings}) > 1 and None not in found]
+    grouped: dict[tuple[str, str], list[_Run]] = {}
+    for run, own in zip(runs, settings, strict=True):
+        grouped.setdefault((", ".join(f"{name}={own[name]}" for name in names), str(own)), []).append(run)
+    several = len({label for label, _ in grouped}) < len(grouped)  # settings that not all of them have
+    groups = [_Group(str(each[0].folder) if several else label, each, conf) for (label, _), each in grouped.items()]
+    films, shown, room = [row for group in groups for row in group.films], dict[Path, str](), _FILM_BYTES
+    for row in films:
+        size = sum(film.stat().st_size for *_, film in row)
+        if size <= room and len(shown) + len(row) <= _FILMS:
+            room -= size
+            shown |= {film: f"data:video/mp4;base64,{base64.b64encode(film.read_bytes()).decode()}" for *_, film in row}
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
+    environment.policies["json.dumps_kwargs"] = {"default": vars}
+    curves = plots({group.label: [run.lines for run in group.runs] for group in groups})
+    left_out = sum(len(row) for row in films) - len(shown)
+    template = environment.get_template("report.html.jinja")
+    page = template.render(runs=runs, groups=groups, plots=curves, films=shown, left_out=left_out)
     if len(page.encode()) > LARGEST:
         raise ValueError(f"the page of {len(runs)} runs has more than {LARGEST // 10**6} MB; type fewer of them")
     write_atomically(file, page)
@@ -180,7 +200,8 @@ class _Group:
         for run in (run for run in self.runs if run.evaluations):
             first, last = run.evaluations[0], run.evaluations[0 if run.recipe == "evaluate" else -1]
             solved = {each.name for each in first.results.get(run.kind, ()) if each.success_once}
-            for each in (each for each in last.results.get(run.kind, ()) if not each.success_once):
+            failed = {each.name: each for each in last.results.get(run.kind, ()) if not each.success_once}
+            for each in failed.values():
                 row = found.setdefault(each.name, {"result": each, "times": 0, "before": 0})
                 row.update(times=row["times"] + 1, before=row["before"] + (each.name in solved))
         return sorted(found.values(), key=lambda row: (-row["times"], row["result"].index))
@@ -216,27 +237,3 @@ class _Group:
         """Seconds by part, mean of the runs."""
         times = [run.time for run in self.runs]
         return {part: fmean(each.get(part, 0.0) for each in times) for part in {**times[-1], **times[0]}}
-
-
-def _render(runs: Sequence[_Run], conf: Path | None) -> str:
-    from jinja2 import Environment, FileSystemLoader  # at the end of a run, not as each begins
-
-    settings = [{key: str(v) for key, v in sorted(run.settings.items()) if not key.startswith(_FREE)} for run in runs]
-    names = [key for key in settings[0] if len(found := {own.get(key) for own in settings}) > 1 and None not in found]
-    grouped: dict[tuple[str, str], list[_Run]] = {}
-    for run, own in zip(runs, settings, strict=True):
-        grouped.setdefault((", ".join(f"{name}={own[name]}" for name in names), str(own)), []).append(run)
-    several = len({label for label, _ in grouped}) < len(grouped)  # settings that not all of them have
-    groups = [_Group(str(each[0].folder) if several else label, each, conf) for (label, _), each in grouped.items()]
-    films, shown, room = [row for group in groups for row in group.films], dict[Path, str](), _FILM_BYTES
-    for row in films:
-        size = sum(film.stat().st_size for *_, film in row)
-        if size <= room and len(shown) + len(row) <= _FILMS:
-            room -= size
-            shown |= {film: f"data:video/mp4;base64,{base64.b64encode(film.read_bytes()).decode()}" for *_, film in row}
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True, trim_blocks=True)
-    environment.policies["json.dumps_kwargs"] = {"default": vars}
-    curves = plots({group.label: [run.lines for run in group.runs] for group in groups})
-    left_out = sum(len(row) for row in films) - len(shown)
-    template = environment.get_template("report.html.jinja")
-    return template.render(runs=runs, groups=groups, plots=curves, films=shown, left_out=left_out)

@@ -23,6 +23,7 @@ from vla_common.settings import check_settings
 from vla_envs import EpisodeQueue, SimulatorSpec, VLAEnv, make_env
 from vla_envs.actions import refuse_actions
 from vla_envs.make import env_types
+from vla_envs.registry import find_benchmark
 from vla_envs.replay import Visit
 
 CAMERA, WRIST = "observation.images.image", "observation.images.wrist_image{}"
@@ -54,10 +55,18 @@ def write_rollouts(evaluation: Path, to: Path, *, only_success: bool = False) ->
             f"{evaluation} has no actions: its episodes are chunks that are one motion, or of an older version"
         )
     needs(to, *PARQUET)
-    check_settings("env", settings["env"], env_types(settings["env"].get("id", "")))
+    env_settings, types = settings["env"], env_types(settings["env"].get("id", ""))
+    check_settings("env", env_settings, types)
+    for name in (each for each in find_benchmark(env_settings["id"])[0].unseen if types[each] == str | None):
+        if env_settings.get(name):
+            raise ValueError(
+                f"{evaluation / 'config.yaml'}: env.{name}={env_settings[name]} may be code of a stranger; if it is "
+                "yours write null there, and name it by the variable of docs/environments.md"
+            )
     to.parent.mkdir(parents=True, exist_ok=True)
-    policy = str(evaluation if trained else settings.get("policy", {}).get("checkpoint", ""))
-    with contextlib.closing(make_env(**settings["env"], chunk_size=1, episodes=EpisodeQueue())) as env:
+    own = settings.get("policy", {})
+    policy = str(evaluation if trained else own.get("checkpoint") or own.get("url") or "")
+    with contextlib.closing(make_env(**env_settings, chunk_size=1, episodes=EpisodeQueue())) as env:
         write_folder_atomically(to, lambda folder: _write(env, wanted, folder, policy))
     frames, solved = sum(each.episode_len for each in wanted), sum(each.success_once for each in wanted)
     yield f"wrote {len(wanted):,} episodes with {frames:,} frames, {solved:,} of them solved, to {to}"

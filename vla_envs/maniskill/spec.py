@@ -155,7 +155,7 @@ def make_spec(
     kept: dict[str, tuple[int, ...]] = {factor: tuple(numbers) for factor, numbers in (only or {}).items()}
     for split in splits:
         check_only(split, kept)
-    states = max(math.prod(len(kept.get(factor, split.values[factor])) for factor in FACTORS) for split in splits)
+    states = min(math.prod(len(kept.get(factor, split.values[factor])) for factor in FACTORS) for split in splits)
     horizon, shape = max_episode_steps or MAX_EPISODE_STEPS, size or IMAGE_SHAPE
     deviations = list_deviations(
         (horizon, MAX_EPISODE_STEPS, HORIZON),

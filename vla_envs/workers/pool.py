@@ -374,7 +374,10 @@ class WorkerPool:
         texts, failed, remarks = answer[1]
         for slot, text in texts.items():
             self.texts[slot] = text
-            self._check_instruction(slot, text)
+            wrong = undeclared_instruction(self.spec, self.episodes[slot], text)
+            if wrong is not None and not self._told_of_instruction:
+                _logger.warning("%s: %s", self._describe(slot), wrong)
+                self._told_of_instruction = True
         for slot, remark in remarks.items():
             if self.remarks.get(slot) != remark:
                 _logger.warning("%s: %s", self._describe(slot), remark)
@@ -386,12 +389,6 @@ class WorkerPool:
             is_known = self._raised.get(slot) == traceback  # once more the same is no news
             exchange.errors[slot] = self._report(worker, traceback, [slot], is_known)
             self._raised[slot] = traceback
-
-    def _check_instruction(self, slot: int, text: str) -> None:
-        wrong = undeclared_instruction(self.spec, self.episodes[slot], text)
-        if wrong is not None and not self._told_of_instruction:
-            _logger.warning("%s: %s", self._describe(slot), wrong)
-            self._told_of_instruction = True
 
     def answers(self, asked: Iterable[int]) -> list[tuple[int, Any, str | None]]:
         """Wait for events: ``(worker, (ok, answer), None)``, or an error if it died or ran out of time."""

@@ -77,10 +77,6 @@ def list_weights(source: Path) -> dict[str, Entry]:
         return {entry.key: entry for entry in _entries(source if source.is_file() else source / WEIGHTS)}
     if not (source / INDEX).is_file():
         raise FileNotFoundError(f"{source} has no weights: neither {WEIGHTS} nor {INDEX}; copy the whole checkpoint")
-    return _list_shards(source)
-
-
-def _list_shards(source: Path) -> dict[str, Entry]:
     file = source / INDEX
     shard_of = read_json(file).get("weight_map")
     if not isinstance(shard_of, dict) or not shard_of:

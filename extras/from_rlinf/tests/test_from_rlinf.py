@@ -179,6 +179,14 @@ def test_an_asynchronous_run_has_a_lag_and_the_dual_clip_that_only_it_reads(tmp_
     translation = translated(tmp_path, "libero_object_ppo_openpi", **changed)
     assert translation.recipe == "ppo_async"
     assert {"sync.lag=2", "loss.max_behaviour_weight=5", "loss.dual_clip=3.0"} <= set(translation.overrides)
+    for written, clip in ((..., "3.0"), (2.0, "2.0"), (None, "null")):  # left out, it is 3 there
+        other = translated(tmp_path, "libero_object_ppo_openpi", **changed, algorithm__clip_ratio_c=written)
+        assert composed(other)["loss"]["dual_clip"] == yaml.safe_load(clip)
+
+
+def test_groups_whose_iteration_is_shorter_than_an_episode_have_episodes_as_short(tmp_path):
+    config = composed(translated(tmp_path, "libero_10_grpo_openpi", env__train__max_steps_per_rollout_epoch=240))
+    assert config["env"]["max_episode_steps"] == 240
 
 
 def test_roles_on_other_gpus_are_not_translated_and_said(tmp_path):

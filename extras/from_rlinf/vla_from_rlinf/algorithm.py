@@ -168,8 +168,8 @@ def _read_lag(keys: Keys) -> None:
     keys.remark(DIFFERS, [threshold], text)
     keys.put("loss.max_behaviour_weight", keys.get, weight, None)
     keys.remark(DIFFERS, [weight], "a weight above it is bounded by it here; RLinf leaves the element out")
-    if keys.has(f"{_ALGORITHM}clip_ratio_c"):
-        keys.put("loss.dual_clip", keys.real, f"{_ALGORITHM}clip_ratio_c")
+    if keys.values.get(f"{_ALGORITHM}clip_ratio_c", 3.0) is not None:
+        keys.put("loss.dual_clip", keys.real, f"{_ALGORITHM}clip_ratio_c", 3.0)
     keys.put("gae.normalize", keys.flag, f"{_ALGORITHM}normalize_advantages", True)
 
 

@@ -1,5 +1,6 @@
 """The section ``env`` of what RLinf's ``env.train`` says."""
 
+import math
 from pathlib import PurePath
 
 from vla_common.errors import unknown_name
@@ -48,7 +49,8 @@ def read_env(keys: Keys, *, groups: bool) -> None:
         keys.settings["env.chains"] = "published"  # its calvin_gym_env.py knows these alone
     keys.put("env.num_envs", keys.whole, f"{TRAIN}total_num_envs")
     if kind != "robotwin":
-        keys.put("env.max_episode_steps", keys.whole, _HORIZON)
+        cut = keys.whole(f"{TRAIN}max_steps_per_rollout_epoch") if groups else math.inf  # all are reset then
+        keys.put("env.max_episode_steps", lambda: min(keys.whole(_HORIZON), cut))
     keys.put("env.ignore_terminations", keys.flag, _IGNORE)
     _read_rewards(keys, kind, groups=groups)
     if keys.values.get(f"{TRAIN}is_eval"):

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -288,6 +289,17 @@ def test_seeds_are_one_setting_with_bands(tmp_path):
     assert bands
     assert page(tmp_path).text == found.text, "the folder of a sweep has its runs"
     assert (tmp_path / "report.html").is_file()
+
+
+def test_an_episode_that_a_run_repeats_fails_in_one_run(tmp_path):
+    folders = [run(tmp_path / f"seed{seed}", seed=seed, finished=False) for seed in range(2)]
+    for folder in folders:
+        again = [replace(each, index=each.index + 8 * turn) for turn in range(4) for each in episodes(6)]
+        with open(folder / "metrics.jsonl", "a") as file:
+            file.write(json.dumps(evaluate(folder, 4, again)) + "\n")
+    found = page(*folders, to=tmp_path / "page.html")
+    assert "2 episodes fail in the end" in found.text
+    assert "in 2 of 2 runs" in found.text
 
 
 def test_settings_are_compared_in_a_table(tmp_path):
