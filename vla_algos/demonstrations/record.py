@@ -119,7 +119,7 @@ class Demonstrations:
             if spec.evaluation_trials and wanted > (spec.initial_states or wanted):  # what follows them is evaluated
                 raise ValueError(
                     f"demonstrations.spread={self.settings.spread} takes {wanted} initial states of a task, and "
-                    f"training has {spec.initial_states}; type demonstrations.spread=1, or fewer demonstrations.episodes"
+                    f"training has {spec.initial_states}; type demonstrations.spread=1, or fewer episodes"
                 )
             with contextlib.suppress(ImportError):  # what starts it says what to install
                 check_expert(spec.simulator_class(), spec)
