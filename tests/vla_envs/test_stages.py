@@ -348,7 +348,6 @@ def test_the_queue_may_grow_and_be_stopped():
                 collector.extend(episodes(7, first=6))
                 break
         own = env.episodes
-        env.state_dict()  # as a run that is saved now: nothing is under way
         trials += [int(episode[TRIAL_ID][0]) for episode in collector.iterator()]
         assert trials == list(range(13))
         assert env.episodes is own
@@ -360,8 +359,10 @@ def test_the_queue_may_grow_and_be_stopped():
 
 def test_a_broken_simulator_is_said_to_be(tmp_path):
     env = faulty(tmp_path, "broken", True, {trial: ("raise", 0, 0) for trial in range(60)})
-    with closing(env), pytest.raises(SimulatorCrash, match="in a row without a step that worked"):
-        evaluate(env, tiny(env), episodes(40), stages=2, overlap_resets=True)
+    with closing(env):
+        with pytest.raises(SimulatorCrash, match="in a row without a step that worked"):
+            evaluate(env, tiny(env), episodes(40), stages=2, overlap_resets=True)
+        env.state_dict()  # as a run that is saved then: nothing is under way
 
 
 # ---- what cannot be

@@ -16,9 +16,9 @@ from vla_algos.collectors.base import OUTCOME_KEYS, ChunkCollector, Hook
 from vla_algos.policies import Policy
 from vla_common.keys import CRASHED, DONE, NEXT
 from vla_common.settings import Count, checked
-from vla_envs.episodes import EpisodeQueue, QueuedEpisode
+from vla_envs import Episode, EpisodeQueue, SimulatorCrash
+from vla_envs.episodes import QueuedEpisode
 from vla_envs.resume import load_transforms, transforms_state
-from vla_envs.simulator import Episode
 
 
 class EpisodeCollector(ChunkCollector):
@@ -139,10 +139,11 @@ class EpisodeCollector(ChunkCollector):
                 if self.post_collect_hook is not None:
                     self.post_collect_hook(episode)
                 yield episode
+        except SimulatorCrash:
+            self.base_env.drop_under_way()  # of other stages
+            raise
         finally:
             # A caller that stops early may continue later: what was running, or was taken to run, will run again.
-            if self._stages:
-                self.base_env.drop_under_way()
             self.queue.give_back_all()
             self.base_env.set_episodes(own_episodes)
         self._iter += 1

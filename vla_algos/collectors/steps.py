@@ -90,8 +90,7 @@ class StepCollector(ChunkCollector):
         if self._observation is None:
             self._observation = self._reset()
         batch: TensorDictBase | None = None
-        together = self.env.batch_size[0] // self.stages
-        finals = _FinalValues(partial(self._timed, "policy", self.policy), together)
+        finals = _FinalValues(partial(self._timed, "policy", self.policy), self.env.batch_size[0] // self.stages)
         for t, slots, outcome in self._staged_outcomes() if self._stages else self._outcomes(self._observation):
             stored = outcome.select(*self.stored_keys)
             if batch is None:  # a fresh one every time: the caller may keep the last batch

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from vla_common.errors import nearest_names
 from vla_common.plain import read_json
 
 OPTIONS = "vla_torchrl.json"  # what a policy that was saved in a published layout was set to
@@ -26,7 +27,8 @@ def check_unchanged(
     """Refuse ``settings`` that a policy lacks, or other ones than a checkpoint has ``fixed`` (``None``: all)."""
     known = [entry.name for entry in fields(policy_class.config_class)]
     if unknown := sorted(settings.keys() - set(known)):
-        raise SettingError(f"{unknown[0]}: {policy_class.__name__} has no settings {unknown}; there are {known}")
+        near = ", ".join(nearest_names(unknown[0], known) or known)
+        raise SettingError(f"{unknown[0]}: {policy_class.__name__} has no settings {unknown}; there is {near}")
     asked, there = as_tuples(settings), as_tuples(stored)
     for name in asked.keys() & there.keys() if fixed is None else asked.keys() & set(fixed):
         open_yet = fixed is not None and there.get(name) is None  # the checkpoint leaves it to the user
