@@ -193,7 +193,7 @@ def test_suites_and_what_departs_from_the_protocol():
     )  # fmt: skip
     assert [text for text in own.protocol_deviations if "stand-ins" not in text] == [
         "horizon 7 instead of 80", "32 x 32 pixels instead of 480 x 640", "only plate 0",
-        "at most 802816 configurations of a task, which training and evaluation share",
+        "at most 451584 configurations of a task, which training and evaluation share",
         "start as in RLinf: things fall as the episode starts (RL4VLA: they have settled)",
         "ManiSkill's shader minimal instead of default: about one level brighter",
     ]  # fmt: skip
