@@ -188,6 +188,7 @@ class Minibatches:
     def metrics(self, optimizer: Optimizer) -> dict[str, float]:
         """Return what was measured, under ``train/``, see ``docs/metrics.md``; of all processes.
 
+        At the end of an update: the samples are let go.
         Before the schedule of ``optimizer``, whose learning rates they were, has gone to the next. A
         ``FloatingPointError`` if no gradient of the update was finite.
         """

@@ -72,8 +72,9 @@ class EpisodeSampler:
         else:
             draw = np.random.default_rng([self.seed, _TRAINING, 0 if self.mode == "fixed" else group])
             task_id, trial_id = self._draw_task(draw), int(draw.integers(self.spec.initial_states or 2**31))
-            if self.mode == "learnable":  # a group is of one task, whatever was told meanwhile
-                task_id = self._task = self._task if (self._drawn - 1) % self.group_size else task_id
+            if self.mode == "learnable" and (self._drawn - 1) % self.group_size:
+                task_id = self._task  # a group is of one task, whatever was told meanwhile
+            self._task = task_id
         return Episode(task_id, trial_id, self.seed, group_id=group)
 
     def _draw_task(self, draw: np.random.Generator) -> int:

@@ -180,14 +180,14 @@ class StepCollector(ChunkCollector):
 class _FinalValues:
     """Values of observations that no decision follows.
 
-    ``N`` of them are evaluated as soon as there are so many: no more frames are kept, and that is the batch that the
-    memory is known to suffice for. The actions are thrown away; the greedy mode leaves the random state alone.
+    ``size`` of them, as a stage has, are evaluated as soon as there are so many: no more frames are kept, and the memory
+    is known to suffice. The actions are thrown away; the greedy mode leaves the random state alone.
     """
 
-    def __init__(self, policy: Callable[[TensorDictBase], TensorDictBase], num_envs: int):
+    def __init__(self, policy: Callable[[TensorDictBase], TensorDictBase], size: int):
         self._slots: list[int] = []
         self._times: list[int] = []
-        self._policy, self._num_envs = policy, num_envs
+        self._policy, self._size = policy, size
         self._waiting: list[TensorDictBase] = []
         self._values: list[Tensor] = []
 
@@ -197,7 +197,7 @@ class _FinalValues:
             self._slots += slots[rows].tolist()
             self._times += [time] * len(rows)
             self._waiting += observations[rows].unbind(0)
-        while len(self._waiting) >= self._num_envs:
+        while len(self._waiting) >= self._size:
             self._evaluate()
 
     def write(self, values: Tensor) -> None:
@@ -208,6 +208,6 @@ class _FinalValues:
             values[self._slots, self._times] = torch.cat(self._values)
 
     def _evaluate(self) -> None:
-        rows, self._waiting = self._waiting[: self._num_envs], self._waiting[self._num_envs :]
+        rows, self._waiting = self._waiting[: self._size], self._waiting[self._size :]
         with set_exploration_type(ExplorationType.DETERMINISTIC):
             self._values.append(self._policy(torch.stack(rows))[STATE_VALUE])
