@@ -180,8 +180,8 @@ class StepCollector(ChunkCollector):
 class _FinalValues:
     """Values of observations that no decision follows.
 
-    ``size`` of them, as a stage has, are evaluated as soon as there are so many: no more frames are kept, and the memory
-    is known to suffice. The actions are thrown away; the greedy mode leaves the random state alone.
+    ``size`` of them, as a stage has, are evaluated as soon as there are so many: no more frames are kept, and the
+    memory is known to suffice. The actions are thrown away; the greedy mode leaves the random state alone.
     """
 
     def __init__(self, policy: Callable[[TensorDictBase], TensorDictBase], size: int):
