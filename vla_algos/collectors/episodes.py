@@ -140,7 +140,8 @@ class EpisodeCollector(ChunkCollector):
                     self.post_collect_hook(episode)
                 yield episode
         except SimulatorCrash:
-            self.base_env.drop_under_way()  # of other stages
+            if self._stages:
+                self.base_env.drop_under_way()  # what the others sent
             raise
         finally:
             # A caller that stops early may continue later: what was running, or was taken to run, will run again.
@@ -166,9 +167,7 @@ class EpisodeCollector(ChunkCollector):
     def _staged_decisions(self, running: "_RunningEpisodes") -> Iterator[None]:
         """Do the same stage by stage; the order of decisions depends on outcomes alone, not on time."""
         self._reset()
-        stages = [_Stage(slots) for slots in self._stages]
-        for stage in stages:
-            stage.ready = [slot for slot in stage.slots if self._episodes[slot] is not None]
+        stages = [_Stage(slots, [slot for slot in slots if self._episodes[slot] is not None]) for slots in self._stages]
         idle_rounds = 0
         while True:
             for stage in stages:
