@@ -106,7 +106,7 @@ class PretrainedPolicy(VLAPolicy):
         cls,
         folder: str | Path,
         *,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | str | None = None,
         device: torch.device | str = "cpu",
         lora_adapter: str | Path | None = None,
         shard: Sharding | None = None,
@@ -141,7 +141,8 @@ class PretrainedPolicy(VLAPolicy):
                 )
         config = cls.config_class(**cls.infer_settings(checkpoint, merged, bool(stored)))
         model, entries = checkpoint.empty_model()
-        cast(model, saved_dtype(checkpoint.options) if dtype is None else dtype, float32=cls.needs_float32)
+        kept = checkpoint.options if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
+        cast(model, saved_dtype(kept), float32=cls.needs_float32)
         policy = cls(model, checkpoint, config)
         if lora_adapter is None:
             lora_adapter = lora.stored_adapter(path, checkpoint.options)
@@ -245,7 +246,7 @@ class PretrainedPolicy(VLAPolicy):
 
         return cls.from_pretrained(
             checkpoint,
-            dtype=getattr(torch, dtype) if isinstance(dtype, str) else dtype,
+            dtype=dtype,
             device=device or cls.default_device(),
             lora_adapter=lora_adapter,
             shard=complete,

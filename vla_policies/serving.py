@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
@@ -123,7 +123,10 @@ class PolicyServer:
                     answer = await self._answer(client, message, chunk)
                 except (ValueError, RuntimeError) as error:  # what the client sent, or the policy says of it
                     self.counts["errors"] += 1
-                    answer = self._failure(one_line(str(error)))
+                    answer = one_line(str(error))
+                    if self.protocol != "openpi":
+                        said = {"type": "error", "payload": {"error": answer}, "seq": 0, "timestamp": time.time()}
+                        answer = pack(said, text_keys=True)
                 if answer is not None:
                     async with asyncio.timeout(_PATIENCE):
                         await client.send(answer)
@@ -154,11 +157,6 @@ class PolicyServer:
         else:
             raise ValueError(f"a message of the type {kind!r} is not understood; is this a client of vla-eval?")
         return pack({"type": kind, "payload": payload, "seq": number, "timestamp": time.time()}, text_keys=True)
-
-    def _failure(self, text: str) -> str | bytes:
-        if self.protocol == "openpi":
-            return text
-        return pack({"type": "error", "payload": {"error": text}, "seq": 0, "timestamp": time.time()}, text_keys=True)
 
     def _rows(self, content: Any) -> tuple[dict[str, Any], bool]:
         """Return the observations ``[n, ...]`` of a message, and whether it has just one, without ``n``."""
@@ -206,7 +204,9 @@ class PolicyServer:
                     request.answer.set_exception(RuntimeError("the client is gone"))
             if not (batch := [request for request in batch if not request.answer.done()]):
                 continue
-            rows = {key: _joined([request.rows[key] for request in batch]) for key in batch[0].rows}
+            arrays = batch[0].rows.keys() - {TASK_DESCRIPTIONS}
+            rows: dict[str, Any] = {key: np.concatenate([each.rows[key] for each in batch]) for key in arrays}
+            rows[TASK_DESCRIPTIONS] = [text for each in batch for text in each.rows[TASK_DESCRIPTIONS]]
             try:
                 actions = await loop.run_in_executor(self._thread, self._compute, rows)
             except Exception as error:  # whatever a policy raises of what strangers send
@@ -262,12 +262,6 @@ class PolicyServer:
         if max(len(self._server.connections), len(self._waiting)) >= _CLIENTS:
             return client.respond(HTTPStatus.SERVICE_UNAVAILABLE, f"{_CLIENTS} clients are here already\n")
         return None
-
-
-def _joined(values: Sequence[Any]) -> Any:
-    if isinstance(values[0], np.ndarray):
-        return np.concatenate(values)
-    return [text for texts in values for text in texts]
 
 
 @checked

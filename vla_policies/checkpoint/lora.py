@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import StringConstraints
 from torch import nn
 
-from vla_common.checksums import verify_checksums, write_checksums
+from vla_common.checksums import digest, verify_checksums, write_checksums
 from vla_common.plain import read_json
 from vla_common.settings import Positive, Width, check_settings
 from vla_policies.checkpoint.parts import check_finite, in_first, write_safetensors
@@ -95,6 +95,9 @@ def put_adapter(policy: Adaptable, folder: str | Path) -> dict[str, Entry]:
         if not (folder / file).is_file():
             raise FileNotFoundError(f"{folder} is not a LoRA adapter: it has no {file}; pass the folder that has it")
     verify_checksums(folder)
+    for own in folder.glob("policy_*.safetensors"):  # statistics, which LeRobot's adapters have of their own
+        if not ((other := policy.folder.path / own.name).is_file() and digest(other) == digest(own)):
+            raise ValueError(f"{own} is not the base's; copy the base's weights and tokenizer to it and load {folder}")
     config = _read_config(folder)
     known = {name for name, _ in policy.model.named_modules()}
     entries = {_own_name(key, known): entry for key, entry in list_weights(folder / _WEIGHTS).items()}
@@ -107,6 +110,7 @@ def put_adapter(policy: Adaptable, folder: str | Path) -> dict[str, Entry]:
         raise ValueError(f"{folder} adapts layers that this model does not have: {unknown[:5]}; it is of another model")
     _check_ranks(folder, config, entries, {name: each.shape[1:] for name, each in policy.model.named_parameters()})
     config.target_modules, config.modules_to_save, config.inference_mode = sorted(layers), None, False
+    config.alpha_pattern = {_own_name(name, known): alpha for name, alpha in (config.alpha_pattern or {}).items()}
     _inject(policy, config)
     parameters = {name: each for name, each in policy.model.named_parameters() if ".lora_" in name or name in whole}
     expected = {_file_name(name): tuple(each.shape) for name, each in parameters.items()}
@@ -186,8 +190,10 @@ def _read_config(folder: Path) -> "LoraConfig":
 
     file = folder / _CONFIG
     content = read_json(file)
-    if content.get("peft_type") != "LORA" or any(content.get(name) for name in _OTHERS):
-        raise ValueError(f"{folder} is not a plain LoRA adapter; DoRA and other kinds are refused")
+    began = content.get("init_lora_weights", True)  # others than these have changed the weights that are adapted
+    known = not isinstance(began, str) or began in ("gaussian", "eva", "orthogonal")
+    if content.get("peft_type") != "LORA" or not known or any(content.get(name) for name in _OTHERS):
+        raise ValueError(f"{folder} is not a plain LoRA adapter; DoRA, PiSSA and other kinds are refused")
     chosen = {name: content.get(name) for name in _FIELDS if name in ("r", "lora_alpha") or content.get(name)}
     try:
         check_settings("", chosen, _FIELDS)

@@ -58,5 +58,5 @@ def saved_dtype(options: Mapping[str, Any]) -> torch.dtype:
     """Return the dtype of the model that a policy was saved with here, or float32."""
     name = options.get("dtype", "float32")
     if name not in ("float32", "bfloat16", "float16"):
-        raise ValueError(f"dtype is {name!r} in vla_torchrl.json, must be float32 or bfloat16; copy it again")
+        raise ValueError(f"dtype is {name!r}, must be float32 or bfloat16; copy vla_torchrl.json again, or type one")
     return getattr(torch, name)

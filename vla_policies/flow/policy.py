@@ -149,14 +149,11 @@ class FlowPolicy(VLAPolicy):
                 following = torch.where(chosen.view(-1, 1, 1), noisy, following)
             x = following
             chain.append(x)
-        return torch.stack(chain, dim=1), step, log_prob, self._chosen_value(values)
-
-    def _chosen_value(self, values: list[tuple[Tensor, Tensor | None]]) -> Tensor | None:
-        if values[0][1] is None:
-            return None
-        chosen = torch.stack([mask for mask, _ in values]).unsqueeze(-1)
-        stacked = torch.stack([value for _, value in values if value is not None])
-        return (stacked * chosen).sum(0) / chosen.sum(0)
+        value = None
+        if seen := [each for _, each in values if each is not None]:
+            masks = torch.stack([mask for mask, _ in values]).unsqueeze(-1)
+            value = (torch.stack(seen) * masks).sum(0) / masks.sum(0)
+        return torch.stack(chain, dim=1), step, log_prob, value
 
     def _gaussian(
         self, x: Tensor, speed: Tensor, hidden: Tensor, schedule: Tensor, step: Tensor

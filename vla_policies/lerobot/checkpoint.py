@@ -190,10 +190,13 @@ class LeRobotCheckpoint:
     def with_statistics(self, actions: Mapping[str, Any], state: Mapping[str, Any]) -> Self:
         """Return it with other statistics, by name and dimension."""
         tensors = {**to_tensors(ACTION, actions), **to_tensors(STATE, state)}
-        config = copy.deepcopy(dict(self.config))
+        config, processors = copy.deepcopy((dict(self.config), self.processors))
+        for processor, name in zip(processors, steps.NORMALIZERS, strict=True):
+            step: Any = steps.find_step(processor, name)  # which names no file where there were no statistics
+            step["state_file"] = steps.state_file(step) or f"policy_{name}.safetensors"
         for part, name in (("output_features", ACTION), ("input_features", STATE)):
             config[part][name]["shape"] = list(tensors[f"{name}.mean"].shape)  # which LeRobot cuts actions by
-        return replace(self, config=config, tensors=(tensors, tensors))
+        return replace(self, config=config, processors=processors, tensors=(tensors, tensors))
 
     def write(self, folder: Path, weights: Mapping[str, Tensor], options: Mapping[str, Any]) -> list[str]:
         """Write a folder in this layout; returns names of the files. Of sharded weights all processes must call it.

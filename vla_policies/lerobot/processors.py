@@ -24,17 +24,6 @@ def find_step(processor: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return next((step for step in processor["steps"] if step.get("registry_name") == name), {})
 
 
-def _check_steps(file: Path, content: Mapping[str, Any], kind: str, own: str) -> None:
-    """Refuse steps that are not known, nor the policy's ``own``, or that are not supported (ValueError)."""
-    steps, known = content.get("steps"), {RENAME, TOKENIZER, *NORMALIZERS, *_PLAIN_STEPS, *_RELATIVE, own}
-    if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
-        raise ValueError(f"{file} has no list of steps; copy it again")
-    if unknown := [name for step in steps if (name := step.get("registry_name")) not in known]:
-        raise ValueError(f"{file} has a step {unknown[0]!r}, which is not of {kind} as known here; copy its own")
-    if any(step.get("config", {}).get("enabled") for step in steps if step["registry_name"] in _RELATIVE):
-        raise ValueError(f"{file} makes actions relative to the state, which is not supported; train on absolute ones")
-
-
 def make_processors(own: str, config: Mapping[str, Any], what: str, tokenizer: str = "tokenizer") -> list[Any]:
     """Return both processors of a policy of this ``config.json``, with its ``own`` step, as LeRobot makes them.
 
@@ -81,12 +70,19 @@ def inside(name: Any) -> str:
 
 
 def read_processors(path: Path, kind: str, own: str) -> tuple[list[Any], list[dict[str, Tensor]]]:
-    """Read both processors of a folder, and the statistics of their steps that normalise."""
+    """Read both processors of a folder, and the statistics of their steps that normalise; ValueError for others."""
+    known = {RENAME, TOKENIZER, *NORMALIZERS, *_PLAIN_STEPS, *_RELATIVE, own}
     if missing := [name for name in PROCESSORS if not (path / name).is_file()]:
         raise FileNotFoundError(f"{path} has no {' and no '.join(missing)}; copy the whole checkpoint")
     processors = [read_json(path / name) for name in PROCESSORS]
-    for name, content in zip(PROCESSORS, processors, strict=True):
-        _check_steps(path / name, content, kind, own)
+    for file, content in zip((path / name for name in PROCESSORS), processors, strict=True):
+        steps = content.get("steps")
+        if not isinstance(steps, list) or not all(isinstance(step, dict) for step in steps):
+            raise ValueError(f"{file} has no list of steps; copy it again")
+        if unknown := [name for step in steps if (name := step.get("registry_name")) not in known]:
+            raise ValueError(f"{file} has a step {unknown[0]!r}, which is not of {kind} as known here; copy its own")
+        if any(step.get("config", {}).get("enabled") for step in steps if step["registry_name"] in _RELATIVE):
+            raise ValueError(f"{file} makes actions relative to the state, which is not supported; train absolute ones")
     if not find_step(processors[0], own):
         raise ValueError(f"{path / PROCESSORS[0]} has no step {own}: it is not of {kind}; copy its own")
     tensors = [

@@ -87,7 +87,9 @@ class LeRobotStatistics:
 
     def unnormalize(self, what: str, values: Tensor) -> Tensor:
         """Invert :meth:`normalize`."""
-        return getattr(self, what).unnormalize(values)
+        statistics: FeatureStatistics = getattr(self, what)
+        statistics.check(values.shape[-1], what)
+        return statistics.unnormalize(values)
 
     def check(self, state_dim: int, action_dim: int) -> None:
         """Refuse statistics of another robot (ValueError)."""
@@ -95,7 +97,8 @@ class LeRobotStatistics:
         self.actions.check(action_dim, "actions")
 
 
-NO_STATISTICS = LeRobotStatistics(*2 * [FeatureStatistics(MEAN_STD, torch.zeros(0), torch.zeros(0), 0.0)])
+_NONE = torch.zeros(0), torch.zeros(0), 0.0  # prompts of pi0.5 list states before there are any
+NO_STATISTICS = LeRobotStatistics(FeatureStatistics(IDENTITY, *_NONE), FeatureStatistics(MEAN_STD, *_NONE))
 
 
 def to_tensors(feature: str, summary: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -123,6 +123,8 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
     def load_heads(self, entries: dict[str, Entry]) -> dict[str, Entry]:
         self.folder.load_heads(self.heads())
         self.film = find_adapted(entries)
+        if self.value_head is None:  # its numbers are kept
+            return entries
         return {key: entry for key, entry in entries.items() if not key.startswith(VALUE_HEAD)}
 
     def decision_memory(self) -> DecisionMemory:

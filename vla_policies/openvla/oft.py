@@ -34,7 +34,8 @@ class OpenVLAOFT(PrismaticPolicy):
     def __init__(self, model: Prismatic, folder: OpenVLACheckpoint, config: OpenVLAOFTConfig):
         super().__init__(model, folder, config)
         if config.head == "l1":
-            self.out_keys = [key for key in self.out_keys if key not in (keys.ACTION_TOKENS, keys.ACTION_LOG_PROB)]
+            both, drawn = (self.out_keys, self.loss_keys), (keys.ACTION_TOKENS, keys.ACTION_LOG_PROB)
+            self.out_keys, self.loss_keys = ([key for key in each if key not in drawn] for each in both)
         if config.use_proprio:
             proprio_dim = len(self.statistics.proprio or ())
             if proprio_dim != self.state_dim:

@@ -179,8 +179,9 @@ def _statistics(folder: Path) -> dict[str, Any]:
     """Read every ``norm_stats.json``: openpi has it in ``assets/<id>``, RLinf's checkpoints in ``<id>``."""
     assets = folder / "assets"
     found = {file.parent.relative_to(assets).as_posix(): read_json(file) for file in sorted(assets.rglob(_STATISTICS))}
-    if (folder / _STATISTICS).is_file():
-        found["norm_stats"] = read_json(folder / _STATISTICS)
+    for file in (assets / _STATISTICS, folder / _STATISTICS):  # without an id
+        if file.is_file():
+            found["norm_stats"] = found.pop(".", None) or read_json(file)
     if not found:
         files = sorted([*folder.glob(f"*/{_STATISTICS}"), *folder.glob(f"*/*/{_STATISTICS}")])
         found = {file.parent.relative_to(folder).as_posix(): read_json(file) for file in files}

@@ -35,7 +35,7 @@ NAMES: Mapping[str, Names] = {  # as each has them for LIBERO; what stands behin
         TASK_DESCRIPTIONS: "task_description",
     },
 }
-LARGEST = 32 * 2**20  # bytes of a message: 32 environments with two cameras of 384 pixels
+LARGEST = 64 * 2**20  # bytes of a message: 64 environments with a camera of 480 x 640
 _DTYPE = re.compile(r"[<>|=]?(b1|[iuf][1248])")
 
 

@@ -239,12 +239,7 @@ class KeypointEncoder(nn.Module):
         features = F.relu(self.first(torch.cat([pixels, grid], dim=1)))
         features = F.relu(self.second_norm(self.second(features)))
         maps = self.maps(F.relu(self.third_norm(self.third(features))))
-        return self.project(spatial_softmax(maps.float(), self.log_sharpness.squeeze().exp()))
-
-
-def spatial_softmax(maps: Tensor, sharpness: Tensor) -> Tensor:
-    """Return the expected position of each map: ``[N, K, H, W]`` -> ``[N, 2 K]``, coordinates from -1 to 1."""
-    weights = (maps.flatten(2) * sharpness).softmax(-1).view_as(maps)
-    rows, columns = (torch.linspace(-1, 1, size, device=maps.device) for size in maps.shape[-2:])
-    # No matrix products, which autocast would round to bfloat16: to a seventh of a pixel.
-    return torch.cat([(weights.sum(2) * columns).sum(-1), (weights.sum(3) * rows).sum(-1)], dim=-1)
+        weights = (maps.float().flatten(2) * self.log_sharpness.squeeze().exp()).softmax(-1).view_as(maps)
+        rows, columns = (torch.linspace(-1, 1, size, device=maps.device) for size in maps.shape[-2:])
+        # The expected position of each. No matrix products: autocast would round them to a seventh of a pixel.
+        return self.project(torch.cat([(weights.sum(2) * columns).sum(-1), (weights.sum(3) * rows).sum(-1)], dim=-1))

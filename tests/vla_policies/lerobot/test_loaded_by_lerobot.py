@@ -102,10 +102,26 @@ def test_an_adapter_of_lerobot_beside_its_weights(kind, lerobots, decide, tmp_pa
     assert_acts(decide(merged), lerobots[f"{kind}_lora_actions"])
 
 
+def test_layers_of_an_adapter_have_their_own_scale(tmp_path):
+    adapter = shutil.copytree(CROSS.with_name("lerobot_lora_smolvla"), tmp_path / "adapter")
+    layer = "model.vlm_with_expert.lm_expert.layers.0.self_attn.q_proj"
+    change_json(adapter / "adapter_config.json", alpha_pattern={layer: 64})
+    base = make_checkpoint(tmp_path / "base", GOLDEN / "lerobot_smolvla_tiny")
+    policy = load_policy(base, benchmark="libero", lora_adapter=adapter)
+    scales = {name: each.scaling["default"] for name, each in policy.model.named_modules() if hasattr(each, "scaling")}
+    assert scales.pop(layer.removeprefix("model.")) == 32
+    assert set(scales.values()) == {4.0}
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"use_dora": True}, "is not a plain LoRA adapter; DoRA and other kinds are refused"),
+        ({"use_dora": True}, "is not a plain LoRA adapter; DoRA, PiSSA and other kinds are refused"),
+        (
+            {"init_lora_weights": "pissa_niter_4"},
+            "is not a plain LoRA adapter; DoRA, PiSSA and other kinds are refused",
+        ),
+        ("statistics", "copy the base's weights and tokenizer to it and load"),
         ({"modules_to_save": None}, r"adapts layers that this model does not have: \['state_proj\.bias', 'state_proj"),
         ({"modules_to_save": ["state_proj", "action_head"], "r": 3}, r"the rank is \[3\], that of the weights \[2\]"),
         ({"base_model_name_or_path": "../../elsewhere", "auto_mapping": {"base_model_class": "Evil"}}, None),
@@ -122,6 +138,10 @@ def test_a_wrong_adapter_is_one_line(change, message, tmp_path):
         content = (adapter / "adapter_model.safetensors").read_bytes()
         (adapter / "adapter_model.safetensors").write_bytes(content[: len(content) // 2])
     base = make_checkpoint(tmp_path / "base", GOLDEN / "lerobot_smolvla_tiny")
+    if change == "statistics":
+        for file in base.glob("policy_*.safetensors"):
+            found = {name: 2 * each for name, each in load_file(file).items()}
+            save_file(found, adapter / file.name)
     if message is None:  # what its files name is neither opened nor imported
         load_policy(base, benchmark="libero", lora_adapter=adapter)
         return

@@ -274,7 +274,17 @@ def test_a_saved_policy_comes_back_whole(make, folder, stored, tmp_path):
     assert all(torch.equal(saved[name], tensor.to(saved[name].dtype)) for name, tensor in original.items())
 
 
+def test_a_value_head_that_is_not_built_keeps_its_numbers(make, tmp_path):
+    policy = make()
+    policy.save_pretrained(tmp_path / "ppo")
+    make(tmp_path / "ppo", value_head=False).save_pretrained(tmp_path / "grpo")
+    again = make(tmp_path / "grpo", value_head=True)
+    for one, other in zip(policy.value_head.parameters(), again.value_head.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
 def test_bfloat16_agrees_with_float32(make, stored):
+    assert make(dtype="bfloat16").model.dtype == make(dtype=torch.bfloat16).model.dtype == torch.bfloat16
     policy = make(dtype=torch.bfloat16)
     assert {parameter.dtype for parameter in policy.model.parameters()} == {torch.bfloat16}
     log_prob, _, value = policy.evaluate_actions(stored)

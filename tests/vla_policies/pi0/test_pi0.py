@@ -362,6 +362,11 @@ def test_statistics_where_rlinfs_checkpoints_have_them(tmp_path):
     (folder / "assets").rename(folder / "elsewhere")
     (folder / "assets").symlink_to(folder / "elsewhere")
     assert list(Pi0Checkpoint.read(folder).statistics) == ["metaworld"]
+    (folder / "assets" / "metaworld" / "norm_stats.json").rename(folder / "assets" / "norm_stats.json")
+    policy = Pi0.from_pretrained(folder, benchmark="metaworld", config_name="pi0_metaworld")
+    assert list(policy.folder.statistics) == ["norm_stats"]
+    policy.save_pretrained(tmp_path / "saved")
+    assert load_policy(tmp_path / "saved").statistics == policy.statistics
 
 
 # ---- RLinf's heads

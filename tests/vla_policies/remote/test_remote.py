@@ -158,10 +158,10 @@ def array(**changes):
         msgpack.packb(array(shape="ab")),
         msgpack.packb({"__ndarray__": True}),
         msgpack.packb({"__image__": True, "format": "png", "data": b"no png", "shape": [2, 2, 3]}),
-        msgpack.packb([{}] * 70_000),
-        msgpack.packb([{"__image__": True, "format": "png", "data": black(1), "shape": [1, 1, 3]}] * 5_000),
-        msgpack.packb([[]] * 70_000),
-        msgpack.packb([{"__image__": True, "format": "png", "data": black(3000), "shape": [3000, 3000, 3]}] * 3),
+        msgpack.packb([{}] * 140_000),
+        msgpack.packb([{"__image__": True, "format": "png", "data": black(1), "shape": [1, 1, 3]}] * 10_000),
+        msgpack.packb([[]] * 140_000),
+        msgpack.packb([{"__image__": True, "format": "png", "data": black(3000), "shape": [3000, 3000, 3]}] * 6),
     ],
 )
 def test_what_is_no_plain_data_is_a_value_error(content):
