@@ -94,7 +94,7 @@ def demonstrate(
         executed += list(actions[: len(outcomes)])
         total += sum(outcome.reward for outcome in outcomes)
         solved = outcomes[-1].success
-        if chunked and (outcomes[-1].ends_episode or elapsed + len(wanted) >= spec.max_episode_steps):
+        if outcomes[-1].ends_episode or (chunked and elapsed + len(wanted) >= spec.max_episode_steps):
             break
     if not solved:
         return None
@@ -139,7 +139,8 @@ def _observe(simulator: Any) -> Observation:
 
 
 def _ask(simulator: Any, chunk_size: int, chunked: bool) -> np.ndarray | None:
-    plan = simulator.expert_chunk(chunk_size) if chunked else np.asarray(simulator.expert_action())[None]
+    answer = simulator.expert_chunk(chunk_size) if chunked else simulator.expert_action()
+    plan = answer if chunked or answer is None else np.asarray(answer)[None]
     if plan is not None and not np.isfinite(plan).all():
         what, given = ("chunk", plan) if chunked else ("action", plan[0])
         raise WrongAnswer(f"the expert's {what} is {np.asarray(given).tolist()}, must be finite numbers")

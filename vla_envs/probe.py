@@ -45,7 +45,7 @@ def import_path() -> str:
 
     The current folder, if it is there, comes last, so that a ``random.py`` in it does not replace Python's.
     """
-    return os.pathsep.join([*filter(None, sys.path), *([os.getcwd()] if "" in sys.path else [])])
+    return os.pathsep.join([*filter(None, map(str, sys.path)), *([os.getcwd()] if "" in sys.path else [])])
 
 
 def run_probe(

@@ -195,6 +195,10 @@ CALVIN = [  # {calvin} is a task alone
         "ppo {calvin} env.relative_reward=true demonstrations.episodes=0",
         "relative_reward=True: .* leave relative_reward out",
     ),
+    (
+        "ppo env=metaworld_button env.relative_reward=true",
+        "relative_reward=True: metaworld/button-press-topdown-v3 pays once .* leave relative_reward out",
+    ),
     ("ppo {calvin} env.chains=published", "chains=published is for training in scenes such as calvin/D"),
     ("ppo {calvin} env.id=calvin/D", "calvin/D has no scripted expert, .*type demonstrations.episodes=0"),
     ("sft {calvin} env.id=calvin/open_drawer+stack_block", r"calvin/open_drawer\+stack_block has no scripted expert"),

@@ -1,5 +1,7 @@
 """Bad initial states and simulators that fail often: a part of ``storm/episodes.py``, and by hand."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -11,6 +13,20 @@ from vla_common.keys import CRASHED, NEXT, STEP_MASK
 from vla_envs import Episode, Observation, Outcome, SimulatorCrash
 from vla_envs.experts import demonstrate
 from vla_envs.workers.answers import WrongAnswer
+
+
+def test_a_demonstration_ends_where_the_simulator_ends_the_episode_or_its_expert_gives_up(tmp_path, monkeypatch):
+    settings = {"chunk_size": 1, "stride": 1, "noise": 0.0, "max_steps": 50}
+    simulator = ToySimulator(toy_spec({}, tmp_path))
+    assert demonstrate(simulator, Episode(0, 0), **settings) is not None
+    expert, step = ToySimulator.expert_action, ToySimulator.step
+    monkeypatch.setattr(ToySimulator, "expert_action", lambda self: None if self.steps == 1 else expert(self))
+    assert demonstrate(simulator, Episode(0, 0), **settings) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(
+        ToySimulator, "step", lambda self, action: replace(step(self, action), ends_episode=self.steps == 1)
+    )
+    assert demonstrate(simulator, Episode(0, 0), **settings) is None
 
 
 def test_storm():

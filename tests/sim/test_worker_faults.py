@@ -36,6 +36,14 @@ def test_a_small_storm():
     assert tally.clean, tally.failures
 
 
+def test_an_error_of_several_lines_is_told_in_one(caplog):
+    env = make_env(always("raise lines", "step", 1, [1]), 2, faulty.CHUNK, num_workers=1, episodes=queue(0, 1))
+    env.step(env.reset().set(keys.ACTION, ACTION[:2]))
+    env.close()
+    assert "RuntimeError: on command. Looked in /nowhere Type: this, while running storm/faulty" in env.errors[1]
+    assert 'in _fail\n    raise RuntimeError("on command' in caplog.text
+
+
 def test_an_episode_that_cannot_be_started_is_lost_alone_and_named(caplog):
     episodes = queue(0, 1, 2, 3, 4)
     env = make_env(always("raise", "reset", 0, [1]), 4, faulty.CHUNK, num_workers=2, episodes=episodes)

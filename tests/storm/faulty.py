@@ -98,6 +98,8 @@ class FaultySimulator:
 def _fail(what: str) -> None:
     if what == "raise":
         raise RuntimeError("on command")
+    if what == "raise lines":
+        raise RuntimeError("on command. Looked in\n  /nowhere\n  Type: this")
     if what == "leave":
         raise SystemExit("on command")
     if what == "ask":

@@ -59,10 +59,7 @@ BENCHMARK = Benchmark(
             "openvla": {"model_action_dim": 7, "dimensions": (0, 1, 2, 3, 4, 5, 6), "gripper": (-1.0, 1.0)},
             "pi0": {
                 "gripper": (-1.0, 1.0),
-                "presets": {
-                    "pi0_calvin": {"pi05": False, "horizon": 5},
-                    "pi05_calvin": {"pi05": True, "horizon": 5},
-                },
+                "presets": {"pi0_calvin": {"pi05": False, "horizon": 5}, "pi05_calvin": {"pi05": True, "horizon": 5}},
             },
         },
     ),

@@ -53,10 +53,7 @@ class Protocol:
     horizon: int  # primitive actions, settle steps not counted
 
 
-PROTOCOLS = {
-    "rlinf": Protocol("corner4", None, 15, 100),
-    "lerobot": Protocol("corner2", (0.75, 0.075, 0.7), 0, 500),
-}
+PROTOCOLS = {"rlinf": Protocol("corner4", None, 15, 100), "lerobot": Protocol("corner2", (0.75, 0.075, 0.7), 0, 500)}
 _TABLE: dict[str, Any] = json.loads(resources.files("vla_envs.metaworld").joinpath("tasks.json").read_text())
 
 
@@ -166,6 +163,7 @@ def make_spec(
         initial_states=LEROBOT_SEED if by_lerobot else None,
         evaluation_trials=range(LEROBOT_SEED, 1_000_000) if by_lerobot else None,
         max_episode_steps=steps,
+        pays_once=reward_type == "progress",
         control_frequency=CONTROL_FREQUENCY,
         protocol_deviations=list_deviations(
             (protocol, "rlinf", _LEROBOT),

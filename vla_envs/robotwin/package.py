@@ -36,7 +36,7 @@ _STANDIN = "STANDIN.json"  # in a folder that does not have the benchmark's own 
 _PLACE = re.compile(r"\{([A-Za-z])\}")  # in a pattern of sentences
 _GIVEN = re.compile(r"""["']\{([A-Z])\}["']: *(?:f?["']([^"'{}/]+)[/"'])?""")  # what a task's code puts in a place
 _ARM = "the right arm"
-_imported_assets: list[str] = []  # folder of assets that this process has imported RoboTwin with
+_imported_assets: dict[str, str | None] = {}  # what this process has RoboTwin with: $ASSETS_PATH before that
 
 
 def _inside(place: Path) -> str:
@@ -72,8 +72,9 @@ def asset_places(assets_path: str | None = None, path: str | None = None) -> lis
     """List folders that may have ``assets/``, in order of looking; one that was named is alone."""
     if assets_path is not None:
         return [Path(assets_path).expanduser()]
-    if (named := os.environ.get("ASSETS_PATH")) and named not in _imported_assets:
-        return [Path(named).expanduser()]
+    named = os.environ.get("ASSETS_PATH", "")
+    if typed := _imported_assets.get(named, named):
+        return [Path(typed).expanduser()]
     # First where RoboTwin's own script puts them.
     return [*CHECKOUT.places(path), *list_places(None, "", _PACKS)]
 
@@ -194,10 +195,10 @@ def import_robotwin(folder: Path, assets: Path) -> RoboTwin:
 
     It reads ``$ASSETS_PATH`` whenever it loads something, so that a process has one folder of assets.
     """
-    if _imported_assets not in ([], [str(assets)]):
-        raise ImportError(f"this process has RoboTwin with {_imported_assets[0]} already; start a new one for {assets}")
+    if others := _imported_assets.keys() - {str(assets)}:
+        raise ImportError(f"this process has RoboTwin with {others.pop()} already; start a new one for {assets}")
+    _imported_assets.setdefault(str(assets), os.environ.get("ASSETS_PATH"))
     os.environ["ASSETS_PATH"] = str(assets)
-    _imported_assets[:] = [str(assets)]
     names = ["envs._base_task", "envs.utils.create_actor", "description.utils.generate_episode_instructions"]
     with _silence(), stand_ins():
         base, create, sentences = import_checkout(folder, names)

@@ -428,8 +428,9 @@ class WorkerPool:
     def _report(self, worker: int, error: str, slots: Sequence[int], is_known: bool = False) -> str:
         """Log an error, and its traceback once, with the episodes that are to blame; returns all but that in a line."""
         lines = error.strip().splitlines()
-        frames = [number for number, line in enumerate(lines) if line.startswith("  ")]
-        traceback, error = lines[: frames[-1] + 1] if frames else [], " ".join(lines[frames[-1] + 1 if frames else 0 :])
+        last = max((number for number, line in enumerate(lines) if line.startswith('  File "')), default=len(lines))
+        start = next((number for number in range(last, len(lines)) if lines[number][:1] != " "), 0)
+        traceback, error = lines[:start], " ".join(map(str.strip, lines[start:]))
         names = "; ".join(self._describe(slot) for slot in slots)
         message = f"simulator worker {worker}: {error}, while running {names}"
         shown = [] if "\n".join(traceback) in self._told else traceback

@@ -214,6 +214,8 @@ def test_checkout_and_assets_are_found_where_they_are_named(folders, monkeypatch
     monkeypatch.setenv("ASSETS_PATH", str(assets))
     assert package.CHECKOUT.find() == checkout
     assert package.find_assets() == assets
+    monkeypatch.setattr(package, "_imported_assets", {str(assets): str(assets)})  # as once RoboTwin is imported
+    assert package.find_assets() == assets
     assert package.describe_assets() == ()
     assert package.missing_assets(assets, ["click_bell"], ["aloha-agilex"], checkout) == []
     assert package.CHECKOUT.describe() == (f"{checkout} is not RoboTwin at {package.CHECKOUT.commit[:12]}",)
