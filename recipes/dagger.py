@@ -87,8 +87,8 @@ def train(config: SimpleNamespace, run: Run) -> None:
         update = {"time/train": run.seconds - began, **interventions.metrics()}
 
         # ---- tell
-        batch: TensorDictBase = torch.cat(visited)
-        all_rows = distributed.all_gather(batch.select(NEXT, TASK_ID))
+        all_rows = distributed.all_gather(torch.cat([each.select(NEXT, TASK_ID) for each in visited]))
+        del visited  # images: the next rollout needs the room
         outcomes, speed = env_metrics(all_rows), throughput(all_rows, run.seconds)
         run.log(iteration, outcomes, update, collector_stats(collector), speed)
         run.say(check_crashes(run.state, iteration, outcomes))

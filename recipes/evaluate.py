@@ -59,12 +59,12 @@ def evaluate(config: SimpleNamespace, run: Run) -> None:
 
     # ---- evaluate: as it is, then with each ablation
     check_weights(run.folder, policy)  # what is there is continued, of the same policy
+    spec = as_evaluated(spec, config.eval.get("trials"))
     run.begin(facts_of(spec))
     results = evaluation(env, policy)
     env.close()
 
     # ---- tell
-    spec = as_evaluated(spec, config.eval.get("trials"))
     print(f"\n{describe_spec(spec)}\n{'greedy' if config.greedy else 'sampled'}")
     metrics: dict[str, Any] = {}
     for name, result in results.items():

@@ -95,6 +95,7 @@ def train(config: SimpleNamespace, run: Run) -> None:
 
         # ---- tell
         all_rows = distributed.all_gather(batch.select(NEXT, TASK_ID))
+        del batch  # images: the next rollout needs the room
         outcomes, speed = env_metrics(all_rows), throughput(all_rows, run.seconds)
         run.log(iteration, outcomes, update, collector_stats(collector), speed)
         run.say(check_crashes(run.state, iteration, outcomes))

@@ -16,11 +16,12 @@ from tqdm import tqdm
 
 from vla_algos import distributed
 from vla_algos.files import finite_or_none
-from vla_algos.optim import Schedule, clip_gradient, places
+from vla_algos.optim import Schedule, clip_gradient, places, trained_parameters
 from vla_algos.samples import Samples
 from vla_algos.state_prediction import StatePrediction
 from vla_common import keys
 from vla_common.settings import Count, Factor, Fraction, Rate, checked
+from vla_common.texts import decode
 from vla_envs.protocol import are_numbers
 from vla_policies import VLAPolicy
 from vla_policies.sharding import compute_device, reshard
@@ -112,6 +113,7 @@ class BehaviourCloning:
         warmup_steps: Count = 30,
         auxiliary: Factor = 0.0,
     ):
+        trained_parameters(policy)  # ValueError: a precision that rounds steps away
         states = demonstrations[keys.STATES]
         check_state_noise(state_noise, states.shape[-1])
         spread = states.std(0) if len(states) > 1 else torch.zeros_like(states[0])
@@ -142,6 +144,9 @@ class BehaviourCloning:
         batch = self.demonstrations[rows]
         noise = distributed.broadcast_object(torch.randn_like(batch[keys.STATES]))
         batch[keys.STATES] = batch[keys.STATES] + self.state_noise * noise
+        if getattr(self.policy, "lists_states", False):  # in its prompts
+            texts = decode(batch[keys.TASK_DESCRIPTIONS])
+            batch[keys.PROMPT_TOKENS] = self.policy.prompt_tokens(texts, batch[keys.STATES]).cpu()
         with self.state_prediction.watching() if self.state_prediction else contextlib.nullcontext():
             loss = share_of_imitation_loss(self.policy, batch, self.label_sigma)
         whole = sum(distributed.all_gather_object(loss.item()))
@@ -216,7 +221,7 @@ class BehaviourCloning:
         """Continue where ``state`` was taken, by this run's settings; the policy's own weights are not in it."""
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state["optimizer"]["state"]})
         self.schedule.load_state_dict(state["schedule"])
-        self._order = list(state["order"])
+        self._order = [rows for rows in state["order"] if int(rows.max()) < len(self.demonstrations)]
         if self.state_prediction:
             self.state_prediction.load_state_dict(state["state_prediction"])
 

@@ -42,12 +42,7 @@ class Interventions:
 
     @checked
     def __init__(
-        self,
-        policy: VLAPolicy,
-        demonstrations: Samples | None = None,
-        *,
-        budget: Count | None = None,
-        **recording: Any,
+        self, policy: VLAPolicy, demonstrations: Samples | None = None, *, budget: Count | None = None, **recording: Any
     ):
         self.policy, self.budget, self.actions, self._recording = policy, budget, 0, recording
         self._demonstrations: TensorDict | None = None

@@ -318,11 +318,7 @@ class Minibatch:
 
 
 def check_minibatches(
-    *,
-    minibatch_size: int | None = 128,
-    minibatches: int | None = None,
-    micro_batch_size: int | None = None,
-    **_: Any,
+    *, minibatch_size: int | None = 128, minibatches: int | None = None, micro_batch_size: int | None = None, **_: Any
 ) -> None:
     """Refuse (``ValueError``) settings of :class:`Minibatches` that do not fit each other, before any work."""
     if (minibatch_size is None) == (minibatches is None):

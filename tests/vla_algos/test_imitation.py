@@ -6,6 +6,7 @@ from decisions import demonstrations
 
 from vla_algos.imitation import BehaviourCloning
 from vla_common import keys
+from vla_common.texts import WIDTH, encode
 from vla_policies import SmallVLA, SmallVLAConfig
 
 STATES = torch.arange(24.0).reshape(8, 3)
@@ -61,6 +62,31 @@ def test_a_state_that_is_loaded_keeps_the_rates_of_this_run(policy):
     assert loaded["weight_decay"] == 0.1
     assert loaded["lr"] == pytest.approx(before["lr"] / 10)
     assert cloning.optimizer.state[loaded["params"][0]]["step"] == 1
+
+
+def test_what_is_left_of_an_epoch_has_no_rows_that_are_gone(policy):
+    saved = BehaviourCloning(policy, demonstrations(policy), steps=9, batch_size=2)
+    saved.step()
+    cloning = BehaviourCloning(policy, demonstrations(policy)[:5], steps=9, batch_size=2)
+    cloning.load_state_dict(saved.state_dict())
+    for _ in range(5):
+        cloning.step()
+
+
+def test_prompts_that_list_states_have_the_noise_too(policy, monkeypatch):
+    listed, data = [], demonstrations(policy)
+    written = data[keys.PROMPT_TOKENS]
+    monkeypatch.setattr(policy, "lists_states", True, raising=False)
+    monkeypatch.setattr(policy, "prompt_tokens", lambda texts, states: listed.append(states) or written)
+    data[keys.TASK_DESCRIPTIONS] = encode(["push"] * 8, WIDTH)
+    monkeypatch.setattr(torch, "randperm", torch.arange)
+    BehaviourCloning(policy, data, steps=1, batch_size=8, state_noise=0.5).step()
+    assert (listed[-1] != STATES).all()
+
+
+def test_a_policy_that_rounds_steps_away_is_refused(policy):
+    with pytest.raises(ValueError, match="trained parameters are bfloat16, which rounds away steps"):
+        BehaviourCloning(policy.bfloat16(), demonstrations(policy), steps=1)
 
 
 @pytest.mark.parametrize("noise", [[0.1], [0.1] * 4])

@@ -10,7 +10,7 @@ import numpy as np
 
 from vla_algos.comparison import compare
 from vla_algos.intervals import Estimate, independent_difference, wilson_interval
-from vla_algos.results import IN_TRAINING, NAME, EpisodeResult, files_of, read_episodes
+from vla_algos.results import IDENTITY, IN_TRAINING, NAME, EpisodeResult, files_of, read_episodes
 from vla_algos.run.environments import evaluated_env
 from vla_algos.run.folder import flat, settings_of
 from vla_algos.run.provenance import read_record
@@ -187,7 +187,8 @@ def _seeds_of(runs: Sequence[Path]) -> Iterator[tuple[str, Seeds]]:
 
 
 def _unfinished(place: Path | str, results: Sequence[EpisodeResult]) -> Iterator[str]:
-    if [each.index for each in results] != list(range(len(results))):
+    broken_off = (Path(place) / IDENTITY).exists() and not (Path(place) / "metrics.json").exists()
+    if broken_off or [each.index for each in results] != list(range(len(results))):
         yield f"{place} is not finished, and solved episodes end first: its rates are too high; type its command again"
 
 

@@ -12,6 +12,7 @@ from omegaconf import OmegaConf
 from tqdm import tqdm
 
 from vla_algos import distributed, files
+from vla_algos.run.checkpoints import checkpoints
 from vla_algos.run.provenance import differences, read_record, record_result, record_start
 from vla_common.plain import read_yaml
 from vla_common.settings import check_settings
@@ -66,7 +67,7 @@ def check_folder(config: SimpleNamespace, folder: Path) -> None:
         raise ValueError(
             f"{folder} is inside of the run {above}, which replaces its folders; take another: hydra.run.dir=..."
         )
-    if (folder / "policy").is_dir() and not any((folder / "checkpoints").glob("step_*")):
+    if (folder / "policy").is_dir() and not checkpoints(folder / "checkpoints"):
         raise ValueError(
             f"{folder} has the policy of a run whose checkpoints are gone: it would begin again and overwrite it; take "
             f"another folder (hydra.run.dir=...), or remove {folder / 'policy'}"
@@ -82,7 +83,7 @@ def check_folder(config: SimpleNamespace, folder: Path) -> None:
         if (folder / "metrics.json").exists():
             raise ValueError(f"{folder} has a finished evaluation in it; {advice}")
     else:
-        steps = [int(path.name.removeprefix("step_")) for path in (folder / "checkpoints").glob("step_*")]
+        steps = [int(path.name.removeprefix("step_")) for path in checkpoints(folder / "checkpoints")]
         setting, planned = _planned(config)
         if planned < max(steps, default=0):
             raise ValueError(

@@ -100,7 +100,9 @@ def launch(
     found = read_config(config, types)
     checkpoint = found.policy.get("checkpoint")
     if checkpoint and not is_hub_id(checkpoint):
-        resolve(checkpoint)  # it is there, before a job waits for its turn
+        place = resolve(checkpoint)  # it is there, before a job waits for its turn
+        if place.resolve() != place.absolute():  # a link may lead elsewhere when the run is resumed
+            OmegaConf.update(config, "policy.checkpoint", str(place.resolve()))
     hydra = HydraConfig.get()
     paths = (source.path for source in hydra.runtime.config_sources if source.provider == "main")
     conf = next((Path(path) for path in paths if Path(path).is_dir()), None)

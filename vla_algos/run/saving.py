@@ -20,6 +20,7 @@ from vla_algos.optim import places
 from vla_algos.run import checkpoints
 from vla_algos.run.checkpoints import BrokenCheckpoint, CheckpointError, SavedState, Snapshot
 from vla_algos.run.seeds import random_state, set_random_state
+from vla_common.checksums import ChecksumError
 from vla_common.tensor_files import make_room
 from vla_policies.sharding import trained_tensors
 
@@ -229,6 +230,6 @@ def _all_ranks_ok(read: Callable[..., T], *arguments: Any) -> tuple[T | None, st
     result, problem = None, None
     try:
         result = read(*arguments)
-    except BrokenCheckpoint as error:
+    except (BrokenCheckpoint, ChecksumError, FileNotFoundError) as error:
         problem = str(error)
     return result, next(filter(None, distributed.all_gather_object(problem)), None)

@@ -37,7 +37,7 @@ from vla_algos.run.checkpoints import (
 from vla_algos.run.plain_state import from_json, to_json
 from vla_algos.run.saving import Saver
 from vla_algos.run.seeds import random_state, set_random_state
-from vla_common.checksums import write_checksums
+from vla_common.checksums import ChecksumError, write_checksums
 from vla_common.tensor_files import make_room
 
 
@@ -289,6 +289,24 @@ def test_digests_are_those_of_sha256sum(tmp_path):
     assert (folder / "SHA256SUMS").read_text() == "".join(expected)
     done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "".join(f"{name}: OK\n" for name in files))
+
+
+@pytest.mark.parametrize("error", [ChecksumError("segment_00003 is not what the run wrote"), FileNotFoundError("none")])
+def test_what_a_part_kept_elsewhere_may_be_broken_too(error, tmp_path, capsys):
+    """As the replay of dsrl.py and sac.py."""
+    three_iterations(tmp_path)
+    run, learner = run_of(tmp_path)
+    load = learner.load_state_dict
+
+    def broken(state):
+        if state["values"][0] == 3:
+            raise error
+        load(state)
+
+    learner.load_state_dict = broken
+    assert run.resume() == 2
+    assert learner.values.tolist() == [2.0] * 4
+    assert f"{error}. Continuing from the checkpoint before it, " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("file", [TENSORS, "training.json", "process_00000.json"])

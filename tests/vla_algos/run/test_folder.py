@@ -161,6 +161,12 @@ def test_what_is_kept_was_made_with_cannot_be_forced(changed, name, tmp_path):
         start(tmp_path, **again | changed)
 
 
+def test_a_copy_beside_the_checkpoints_does_no_harm(tmp_path):
+    folder = started(tmp_path)
+    (folder / "checkpoints" / "step_00000009.bak").mkdir()
+    start(folder)
+
+
 def test_evaluations_are_not_mixed(tmp_path):
     evaluation = SimpleNamespace(recipe="evaluate", seed=0, policy={}, greedy=True)
     open_folder(evaluation, tmp_path).release()
