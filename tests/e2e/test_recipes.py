@@ -193,6 +193,8 @@ def test_ppo_goes_on_from_a_policy_even_if_it_is_the_latest(ppo_run):
     assert "demonstrations:" not in run.stderr
     assert "demonstrations.* and cloning.* have no effect" in run.stdout
     assert (folder.parent / "latest").resolve() == (folder.parent / "next").resolve()
+    began = (folder.parent / "next" / "config.yaml").read_text()
+    assert f"checkpoint: {folder.resolve() / 'policy'}\n" in began  # the link leads elsewhere by now
 
 
 def test_a_policy_that_sees_otherwise_than_in_its_training_is_named(ppo_run, tmp_path):
