@@ -176,7 +176,7 @@ def check_options(benchmark: Benchmark, options: Iterable[str], others: Iterable
 
 def _register_ids(benchmark: Benchmark) -> None:
     for suite in benchmark.suites():
-        id = f"{NAMESPACE}/{benchmark.title}-{benchmark.suite_title(suite)}-v0"
+        id = f"{NAMESPACE}/{benchmark.title}-{re.sub('[^a-zA-Z0-9_.:-]', '_', benchmark.suite_title(suite))}-v0"
         name = f"{benchmark.name}/{suite}"
         if id not in gymnasium.registry:
             gymnasium.register(
