@@ -170,7 +170,7 @@ class Replay:
         for number, digest in enumerate(self._digests):
             content = self._segment(number).read_bytes()
             if hashlib.sha256(content).hexdigest() != digest:
-                raise ChecksumError(f"{self._segment(number)} is not what the run wrote; begin again in another folder")
+                raise ChecksumError(f"{self._segment(number)} is not what the run wrote")
             self._keep(TensorDict(load(content)).auto_batch_size_(1).unflatten_keys("."))
 
     def _segment(self, number: int) -> Path:
