@@ -48,6 +48,8 @@ class Connections:
             except (OSError, WebSocketException) as error:
                 if isinstance(error, ServerError):
                     raise
+                if getattr(getattr(error, "rcvd", None), "code", 0) == 1009:  # too big
+                    raise ServerError(f"{self.url} takes no message so large; type a smaller env.num_envs") from error
                 for episode in waiting:
                     self._close(episode)
                 gone = gone or time.monotonic()

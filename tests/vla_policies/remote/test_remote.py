@@ -364,6 +364,18 @@ def test_a_server_that_comes_back_with_another_policy_is_not_asked():
         served.stop()
 
 
+def test_a_message_that_is_too_large_is_told_as_such(monkeypatch):
+    monkeypatch.setattr(serving, "LARGEST", 100_000)
+    served = Served()
+    try:
+        policy = remote(served.url)
+        assert greedy(policy, observations(4)) is not None
+        with pytest.raises(ServerError, match=r"takes no message so large; type a smaller env\.num_envs"):
+            greedy(policy, observations(40))
+    finally:
+        served.stop()
+
+
 def test_strangers_do_not_end_it(served, monkeypatch):
     with connect(served.url, max_size=None) as huge:
         huge.recv()
