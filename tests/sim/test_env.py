@@ -1,11 +1,13 @@
 """VLAEnv keeps the data contract on the real Meta-World."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torchrl.envs.utils import check_env_specs
 
 from vla_common import keys
-from vla_envs import Episode, EpisodeQueue, make_env
+from vla_envs import Episode, EpisodeQueue, make_env, make_spec
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
 OPTIONS = {"image_size": 32, "render_quality": "fast"}
@@ -128,8 +130,9 @@ def test_training_reward_options():
 
 def test_relative_rewards_start_anew_with_each_episode():
     episodes = EpisodeQueue([Episode(0, 4)] * 2)
-    options = {"max_episode_steps": 5, "relative_reward": True, "reward_type": "progress", **OPTIONS}
-    env = make_env("metaworld/reach-v3", 1, 5, episodes=episodes, **options)
+    spec = make_spec("metaworld/reach-v3", max_episode_steps=5, reward_type="progress", **OPTIONS)
+    spec = replace(spec, pays_once=False)  # any reward that is not 0 at once
+    env = make_env(spec, 1, 5, episodes=episodes, relative_reward=True)
     action = torch.full((1, 5, 4), 0.5)
     after = env.rollout(2, lambda td: td.set(keys.ACTION, action), break_when_any_done=False)[keys.NEXT]
     env.close()
