@@ -159,6 +159,7 @@ EVERYTHING = [  # settings that the default leaves off
     "policy.critic_detach=false",
     "optim.schedule=cosine",
     "optim.warmup_updates=1",
+    "env.reward_type=sparse",
     "env.relative_reward=true",
     "env.reward_coef=5.0",
     "env.step_penalty=0.01",
