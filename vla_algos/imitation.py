@@ -144,7 +144,7 @@ class BehaviourCloning:
         batch = self.demonstrations[rows]
         noise = distributed.broadcast_object(torch.randn_like(batch[keys.STATES]))
         batch[keys.STATES] = batch[keys.STATES] + self.state_noise * noise
-        if getattr(self.policy, "lists_states", False):  # in its prompts
+        if getattr(self.policy, "lists_states", False) and self.state_noise.any():  # in its prompts
             texts = decode(batch[keys.TASK_DESCRIPTIONS])
             batch[keys.PROMPT_TOKENS] = self.policy.prompt_tokens(texts, batch[keys.STATES]).cpu()
         with self.state_prediction.watching() if self.state_prediction else contextlib.nullcontext():

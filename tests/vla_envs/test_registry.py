@@ -120,8 +120,8 @@ def test_wrist_images_are_in_the_spec_or_said_to_be_none():
 
 
 def test_a_benchmark_says_how_its_suites_are_written_in_ids():
-    register_benchmark(make_toy(suites=("easy-v2", "kitchen/all of it"), suite_title=str.upper))
-    assert {"vla/Toy-EASY-V2-v0", "vla/Toy-KITCHEN_ALL_OF_IT-v0"} <= set(gymnasium.registry)
+    register_benchmark(make_toy(suites=("easy-v2", "hard", "kitchen/all of it"), suite_title=str.upper))
+    assert {"vla/Toy-EASY-V2-v0", "vla/Toy-HARD-v0", "vla/Toy-KITCHEN_ALL_OF_IT-v0"} <= set(gymnasium.registry)
     assert gymnasium.make("vla/Toy-KITCHEN_ALL_OF_IT-v0").unwrapped.spec.kwargs["name"] == "toy/kitchen/all of it"
 
 

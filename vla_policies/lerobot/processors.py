@@ -70,7 +70,7 @@ def inside(name: Any) -> str:
 
 
 def read_processors(path: Path, kind: str, own: str) -> tuple[list[Any], list[dict[str, Tensor]]]:
-    """Read both processors of a folder, and the statistics of their steps that normalise; ValueError for others."""
+    """Read both processors of a folder, and the statistics of their steps that normalise; ValueError: unknown ones."""
     known = {RENAME, TOKENIZER, *NORMALIZERS, *_PLAIN_STEPS, *_RELATIVE, own}
     if missing := [name for name in PROCESSORS if not (path / name).is_file()]:
         raise FileNotFoundError(f"{path} has no {' and no '.join(missing)}; copy the whole checkpoint")
@@ -82,7 +82,7 @@ def read_processors(path: Path, kind: str, own: str) -> tuple[list[Any], list[di
         if unknown := [name for step in steps if (name := step.get("registry_name")) not in known]:
             raise ValueError(f"{file} has a step {unknown[0]!r}, which is not of {kind} as known here; copy its own")
         if any(step.get("config", {}).get("enabled") for step in steps if step["registry_name"] in _RELATIVE):
-            raise ValueError(f"{file} makes actions relative to the state, which is not supported; train absolute ones")
+            raise ValueError(f"{file} makes actions relative to the state, which is not supported; use absolute ones")
     if not find_step(processors[0], own):
         raise ValueError(f"{path / PROCESSORS[0]} has no step {own}: it is not of {kind}; copy its own")
     tensors = [

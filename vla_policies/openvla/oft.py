@@ -34,8 +34,8 @@ class OpenVLAOFT(PrismaticPolicy):
     def __init__(self, model: Prismatic, folder: OpenVLACheckpoint, config: OpenVLAOFTConfig):
         super().__init__(model, folder, config)
         if config.head == "l1":
-            both, drawn = (self.out_keys, self.loss_keys), (keys.ACTION_TOKENS, keys.ACTION_LOG_PROB)
-            self.out_keys, self.loss_keys = ([key for key in each if key not in drawn] for each in both)
+            self.out_keys = [key for key in self.out_keys if key not in (keys.ACTION_TOKENS, keys.ACTION_LOG_PROB)]
+            self.loss_keys = tuple(key for key in self.loss_keys if key != keys.ACTION_TOKENS)
         if config.use_proprio:
             proprio_dim = len(self.statistics.proprio or ())
             if proprio_dim != self.state_dim:

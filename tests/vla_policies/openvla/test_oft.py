@@ -192,7 +192,7 @@ def test_what_a_policy_reads_is_what_a_collector_keeps(make):
     policy = make(num_images_in_input=2, use_proprio=True)
     assert set(policy.loss_keys[:2]) == {keys.MODEL_IMAGES, keys.STATES}
     without = make(head="l1", value_head=False)
-    assert without.loss_keys == [keys.MODEL_IMAGES, keys.PROMPT_TOKENS]
+    assert without.loss_keys == (keys.MODEL_IMAGES, keys.PROMPT_TOKENS)
     assert without.out_keys == [*without.loss_keys, keys.ACTION]
     assert policy.state_dim == 8
     assert policy.chunk_size == 8
