@@ -112,7 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     serving.add_argument("--host", default="127.0.0.1", help="to listen on; this machine alone unless given")
     serving.add_argument("--port", type=int, default=8000, help="0 for a free one")
     serving.add_argument("--sample", action="store_true", help="sample actions instead of the greedy ones")
-    serving.add_argument("--max-batch", type=int, default=16, help="observations that are computed together")
+    serving.add_argument(
+        "--max-batch", type=int, default=16, help="observations of several clients that are computed together"
+    )
     serving.add_argument("--max-wait", type=float, default=5.0, metavar="MS", help="of the first of them, for others")
     named = "such as images=observation/exterior_image_1_left; wrist_images=A,B for two cameras"
     serving.add_argument("--names", nargs="+", default=(), metavar="KEY=NAME", help=named)

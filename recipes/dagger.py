@@ -83,7 +83,10 @@ def train(config: SimpleNamespace, run: Run) -> None:
         began = run.seconds
         interventions.extend(env, tried, visited)
         folder = run.folder / "cloning" / f"iteration_{iteration:04d}"
-        clone(policy, interventions.samples(), heldout, folder, **config.cloning | config.update)
+        if shown is None and not interventions.actions:
+            run.say(f"iteration {iteration}: the expert has solved nothing yet, so there is nothing to clone")
+        else:
+            clone(policy, interventions.samples(), heldout, folder, **config.cloning | config.update)
         update = {"time/train": run.seconds - began, **interventions.metrics()}
 
         # ---- tell

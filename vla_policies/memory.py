@@ -234,14 +234,6 @@ def usable(card: str) -> float:
     return 0.9 * float(size[1])
 
 
-def _list_plans(shards: int, lowers: bool) -> list[MemoryPlan]:
-    full = MemoryPlan(shards=shards, compute=lowers)
-    found = [MemoryPlan(), MemoryPlan(compute=lowers, cpu_offload=True)]
-    if shards > 1:
-        found += [MemoryPlan(shards), full, replace(full, optimizer_offload=True), replace(full, cpu_offload=True)]
-    return list(dict.fromkeys([*found, MemoryPlan(acting=True), MemoryPlan(acting=True, compute=lowers)]))
-
-
 def describe_memory(policy: Any, *, shards: int, gpu_memory: float, decisions: int, num_envs: int) -> str:
     """Write the report, a line per plan; arguments as for :class:`PolicyMemory`, ``gpu_memory`` in GB."""
     counts: Counter[str] = Counter()
@@ -255,7 +247,13 @@ def describe_memory(policy: Any, *, shards: int, gpu_memory: float, decisions: i
     whole = PolicyMemory(policy)
     groups = whole.groups
     lowers = sum(group.lowered for group in groups) < sum(group.weights for group in groups)
-    for plan in _list_plans(shards, lowers):
+    full, plans = (
+        MemoryPlan(shards=shards, compute=lowers),
+        [MemoryPlan(), MemoryPlan(compute=lowers, cpu_offload=True)],
+    )
+    if shards > 1:
+        plans += [MemoryPlan(shards), full, replace(full, optimizer_offload=True), replace(full, cpu_offload=True)]
+    for plan in dict.fromkeys([*plans, MemoryPlan(acting=True), MemoryPlan(acting=True, compute=lowers)]):
         memory, peaks = calculate(groups, plan), whole.gigabytes(plan, decisions=decisions, num_envs=num_envs)
         gathered = f"{memory.gathered_in_update / GB:.1f}/{memory.gathered / GB:.1f}" if plan.gathers else "-"
         cells = [*(f"{number / GB:.1f}" for number in (memory.weights, memory.gradients, memory.adam)), gathered]

@@ -144,8 +144,12 @@ class PretrainedPolicy(VLAPolicy):
         kept = checkpoint.options if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
         cast(model, saved_dtype(kept), float32=cls.needs_float32)
         policy = cls(model, checkpoint, config)
-        if lora_adapter is None:
-            lora_adapter = lora.stored_adapter(path, checkpoint.options)
+        own = lora.stored_adapter(path, checkpoint.options)
+        if own and lora_adapter and Path(lora_adapter).resolve() != own.resolve():
+            raise ValueError(
+                f"{path} has an adapter; leave lora_adapter out, or merge its own: vla-recipe merge {path}"
+            )
+        lora_adapter = lora_adapter or own
         adapter = {} if lora_adapter is None else lora.put_adapter(policy, lora_adapter)
         if shard is not None:
             shard(policy)
@@ -232,8 +236,7 @@ class PretrainedPolicy(VLAPolicy):
         """Load a checkpoint for an environment, whose benchmark it is loaded for; see :meth:`from_pretrained`.
 
         ``device=None`` takes :meth:`default_device`. ``lora_rank`` trains a new adapter instead of the whole model,
-        scaled by ``lora_alpha / lora_rank`` (``None``: 1), on the layers with names in ``lora_targets`` (``None``: all
-        that can).
+        scaled by ``lora_alpha / lora_rank`` (``None``: 1), on those of ``lora_targets`` (``None``: all that can).
         """
         if not checkpoint:
             raise ValueError(f"policy={cls.family} starts from a checkpoint; type policy.checkpoint=FOLDER, or hf:NAME")

@@ -106,13 +106,13 @@ def _other_family(policy_class: type[VLAPolicy], checkpoint: str | Path | None) 
         return None
 
 
-def load_policy(folder: str | Path, **settings: Any) -> VLAPolicy:
+def load_policy(folder: str | Path, family: str | None = None, **settings: Any) -> VLAPolicy:
     """Load a policy that ``save_pretrained`` wrote, or a published checkpoint, with its statistics.
 
     Args:
         folder: local folder, or ``hf:NAME``; FileNotFoundError if it is not a policy.
-        **settings: of ``from_pretrained`` of its class. Files of OpenVLA-OFT without its heads or our options look
-            like OpenVLA's: load those with ``OpenVLAOFT.from_pretrained``.
+        family: where files do not tell: OpenVLA-OFT's without its heads or our options look like OpenVLA's.
+        **settings: of ``from_pretrained`` of its class.
 
     Returns:
         The policy, in train mode as torch makes modules; in ``eval()`` ours act the same up to rounding.
@@ -121,7 +121,7 @@ def load_policy(folder: str | Path, **settings: Any) -> VLAPolicy:
         ValueError: an unknown architecture, settings or weights that do not fit, or a truncated file.
     """
     path = resolve(folder)
-    policy = find_policy_class(path).from_pretrained(path, **settings)
+    policy = (get_policy_class(family) if family else find_policy_class(path)).from_pretrained(path, **settings)
     policy.loaded_from = path
     return policy
 

@@ -7,6 +7,7 @@ process, and the same bits.
 
 import asyncio
 import contextlib
+import hashlib
 import json
 import time
 from collections import Counter, deque
@@ -67,7 +68,7 @@ class PolicyServer:
         protocol: ``openpi`` or ``vla_eval``.
         names: of observations where the clients have others than :data:`~vla_policies.remote.wire.NAMES`.
         sample: sample actions; else greedy ones.
-        max_batch: observations that are computed together at most.
+        max_batch: observations of several clients that are computed together at most; a message's own always are.
         max_wait: seconds that the first of them waits for others.
         served: what it is, for a client to tell it from another.
     """
@@ -89,6 +90,10 @@ class PolicyServer:
         self.max_batch, self.max_wait = max_batch, max_wait
         every = complete_names(protocol, names)
         self.names = {key: name for key, name in every.items() if key in policy.in_keys or key == TASK_DESCRIPTIONS}
+        if (wrists := getattr(policy, "num_images", 1) - 1) > (named := len(self.names.get(WRIST_IMAGES, ()))):
+            raise ValueError(
+                f"names has {named} wrist cameras, the policy looks at {wrists}; type --names wrist_images=A,B"
+            )
         self.metadata = {"policy": policy.family, "batches": protocol == "openpi", "identity": served}
         self.counts: Counter[str] = Counter()
         self._latencies: deque[float] = deque(maxlen=1000)  # seconds, of the last answers
@@ -114,7 +119,7 @@ class PolicyServer:
 
     async def _converse(self, client: ServerConnection) -> None:
         self.counts["connections"] += 1
-        chunk: deque[np.ndarray] = deque()  # of vla-eval's episode: actions that are still to be executed
+        chunk: deque[tuple[list[str], np.ndarray]] = deque()  # of vla-eval's episode: what is left, and for which text
         with contextlib.suppress(ConnectionClosed, TimeoutError):
             if self.protocol == "openpi":
                 await client.send(pack(self.metadata))
@@ -132,7 +137,7 @@ class PolicyServer:
                         await client.send(answer)
 
     async def _answer(
-        self, client: ServerConnection, message: str | bytes, chunk: deque[np.ndarray]
+        self, client: ServerConnection, message: str | bytes, chunk: deque[tuple[list[str], np.ndarray]]
     ) -> str | bytes | None:
         content = unpack(message)
         if self.protocol == "openpi":
@@ -148,9 +153,11 @@ class PolicyServer:
             payload = {"harness_version": "vla-torchrl", "protocol_version": 1, "model_server": self.policy.family}
             payload |= {"capabilities": {}, "observation_params": wants, "identity": self.metadata["identity"]}
         elif kind == "observation":
-            if not chunk:
-                chunk.extend((await self._actions(client, self._rows(content.get("payload"))[0]))[0])
-            kind, payload = "action", {"actions": chunk.popleft()}
+            rows, text = (found := self._rows(content.get("payload"))[0]), found[TASK_DESCRIPTIONS]
+            if not chunk or chunk[0][0] != text:  # a chain's next task cuts the chunk of the last
+                chunk.clear()
+                chunk.extend((text, action) for action in (await self._actions(client, rows))[0])
+            kind, payload = "action", {"actions": chunk.popleft()[1]}
         elif kind in ("episode_start", "episode_end"):
             chunk.clear()
             return None
@@ -175,8 +182,13 @@ class PolicyServer:
             last = self.policy.state_dim if key == STATES else 3
             right = isinstance(value, np.ndarray) and value.ndim == dimensions + 1 and 0 not in value.shape
             right = right and (value.dtype.kind in "fiu" if key == STATES else value.dtype == np.uint8)
+            right = right and (
+                key != STATES or (np.abs(value, dtype=float) < 1e38).all()
+            )  # float32 has them; nan is not
             if not right or len(value) != len(texts) or value.shape[-1] != last or max(value.shape[1:]) > _MOST:
-                wanted = f"{last} numbers" if key == STATES else f"uint8 [height, width, 3], at most {_MOST} a side,"
+                wanted = (
+                    f"{last} finite numbers" if key == STATES else f"uint8 [height, width, 3], at most {_MOST} a side,"
+                )
                 raise ValueError(f"{', '.join(self.names[key])!r} must be {wanted} for each of {len(texts)} texts")
             found[key] = value.astype(np.float32 if key == STATES else np.uint8, copy=False)
         return found, alone
@@ -215,8 +227,7 @@ class PolicyServer:
                 elif not batch[0].answer.done():
                     batch[0].answer.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
                 continue
-            self.counts["decisions"] += len(actions)
-            self.counts["batches"] += 1
+            self.counts.update(decisions=len(actions), batches=1)
             ends = np.cumsum([request.number for request in batch])
             for request, own in zip(batch, np.split(actions, ends[:-1]), strict=True):
                 if not request.answer.done():  # its client is gone
@@ -238,10 +249,8 @@ class PolicyServer:
 
     def _compute(self, rows: Mapping[str, Any]) -> np.ndarray:
         texts = rows[TASK_DESCRIPTIONS]
-        observations = TensorDict(batch_size=[len(texts)])
-        for key, value in rows.items():
-            if key != TASK_DESCRIPTIONS:
-                observations.set(key, torch.from_numpy(value))
+        arrays = {key: torch.from_numpy(value) for key, value in rows.items() if key != TASK_DESCRIPTIONS}
+        observations = TensorDict(arrays, [len(texts)])
         observations.set(TASK_DESCRIPTIONS, NonTensorStack(*map(NonTensorData, texts)))
         with torch.no_grad(), set_exploration_type(self.exploration):
             return self.policy(observations.to(self.policy.device))[ACTION].cpu().numpy()
@@ -274,7 +283,8 @@ def serve_folder(
     """
     path = resolve(folder)
     policy = load_policy(path, **{"device": find_policy_class(path).default_device(), **settings})
-    server = PolicyServer(policy, protocol, served=identity(path), **options)
+    said = f"{identity(path) or path} {sorted(settings.items())} {options.get('sample', False)}"
+    server = PolicyServer(policy, protocol, served=hashlib.sha256(said.encode()).hexdigest(), **options)
 
     async def run() -> None:
         ready: asyncio.Future[int] = asyncio.get_running_loop().create_future()

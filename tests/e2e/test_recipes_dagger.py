@@ -63,6 +63,12 @@ def test_demonstrations_are_cloned_first_and_stay(tmp_path):
     assert (folder / "cloning" / "iteration_0001" / "metrics.jsonl").read_text().count("train/loss") == 3
 
 
+def test_where_the_expert_solves_nothing_there_is_nothing_to_clone(tmp_path):
+    folder, steps = tmp_path / "nothing", ("demonstrations.max_steps=1", "collector.episodes=1", "seed=3")
+    assert lives.wait(lives.live("dagger", folder, more=("iterations=1", "evaluate_every=0", *steps))) == 0
+    assert "the expert has solved nothing yet, so there is nothing to clone" in lives.last_words(folder)
+
+
 def test_a_benchmark_without_an_expert_is_refused_before_work_begins(tmp_path):
     def lose():
         from tests.storm.line import Line

@@ -267,6 +267,14 @@ def test_an_evaluation_that_was_broken_off_counts_as_far_as_it_came(tmp_path, ca
     assert "not compared: 150 episodes of A alone, 0 of B" in said(capsys, tmp_path / "a", tmp_path / "b")
 
 
+def test_an_evaluation_of_a_training_that_was_broken_off_is_no_result(tmp_path, capsys):
+    run = run_of(tmp_path / "run", 0)
+    lines = [{"step": step, "eval/num_episodes": 180.0} for step in (0, 900)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write(run / "evaluations/iteration_10000/eval.jsonl", results(0)[:2])  # no gap: the first two have ended
+    assert "before iteration_0000, after iteration_0900" in said(capsys, run)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [

@@ -164,6 +164,16 @@ def test_seeds_that_solve_all_or_nothing_have_an_interval_too(solved, low, high)
     assert found.high - found.low > 0.15  # as one run of 10 episodes has, about
 
 
+@pytest.mark.parametrize(
+    "statistic", [interquartile_mean, lambda scores: probability_of_improvement(scores, scores + 0.1)]
+)
+def test_what_is_no_mean_lies_within_its_interval(statistic):
+    """Of tasks that are nearly always solved some are drawn below: their middle half alone would fall."""
+    some = np.random.default_rng(0).uniform(0.3, 0.95, 15)
+    found = hierarchical_bootstrap(statistic, seeds_of(*3 * [[0.995] * 35 + [*some]], trials=10))
+    assert 0 <= found.low < found.value <= found.high <= 1
+
+
 def test_an_evaluation_that_is_not_finished_is_no_result(tmp_path, capsys):
     some = [each for each in results([0.5], 0) if each.index % 3]
     folders = [write(tmp_path / "a", some), write(tmp_path / "b", results([0.5], 1))]

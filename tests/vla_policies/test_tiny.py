@@ -9,7 +9,7 @@ from paths import GOLDEN
 from running import composed
 
 from vla_envs.registry import make_spec
-from vla_policies import OpenVLA, OpenVLAOFT, Pi0, SmolVLA, make_example
+from vla_policies import OpenVLA, OpenVLAOFT, Pi0, SmolVLA, load_policy, make_example
 from vla_policies.checkpoint.weights import list_weights
 from vla_policies.cli import main
 from vla_policies.pi0.checkpoint import EMBEDDINGS
@@ -69,7 +69,8 @@ def test_the_names_and_dimensions_are_the_published_ones(kind, made):
 def test_it_acts_and_lacks_nothing(kind, made, capsys):
     assert main(["inspect", str(made[kind])]) == 0
     policy_class, benchmark, settings = LOADED[kind]
-    policy = policy_class.from_pretrained(made[kind], benchmark=benchmark, **settings)
+    policy = load_policy(made[kind], family=policy_class.family, benchmark=benchmark, **settings)
+    assert type(policy) is policy_class
     action = policy(make_example(benchmark))["action"]
     assert action.shape == (1, policy.chunk_size, {"robotwin": 14, "metaworld": 4}.get(benchmark, 7))
     assert torch.isfinite(action).all()

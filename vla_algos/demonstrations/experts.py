@@ -207,8 +207,8 @@ def _record(
         )
     if before is None and all(steps is None for _, steps in outcomes):
         raise RuntimeError(
-            f"the scripted expert solved none of {len(episodes)} episodes of {spec.id} within "
-            f"{settings.max_steps} steps; raise max_steps, lower the noise, or take other tasks"
+            f"the scripted expert solved none of {len(episodes)} episodes of {spec.id} within {settings.max_steps} "
+            "steps; raise max_steps, lower noise (recipes: demonstrations.*), or take other tasks"
         )
     return outcomes
 

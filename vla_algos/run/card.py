@@ -52,8 +52,7 @@ def write_card(
 
     The options are those of ``vla-recipe card``. Returns lines that say what was written and what to type now.
     FileNotFoundError: there is no such folder, or a folder has no finished evaluation. FileExistsError: the folder has
-    a ``README.md`` that this did not write. ValueError: not a folder of a recipe, an evaluation of another policy, or a
-    hub id that is none.
+    a ``README.md`` that this did not write. ValueError: no folder of a recipe, another policy's evaluation, no hub id.
     """
     folder = policy_folder(folder)
     for flag, hub_id in (("--repository", repository), ("--base-model", base_model)):

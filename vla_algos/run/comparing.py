@@ -13,6 +13,8 @@ from vla_algos.intervals import Estimate, independent_difference, wilson_interva
 from vla_algos.results import IDENTITY, IN_TRAINING, NAME, EpisodeResult, files_of, read_episodes
 from vla_algos.run.environments import evaluated_env
 from vla_algos.run.folder import flat, settings_of
+from vla_algos.run.logging import entries
+from vla_algos.run.plots import points
 from vla_algos.run.provenance import read_record
 from vla_algos.run.training_env import unseen
 from vla_algos.seeds import Seeds, hierarchical_bootstrap, interquartile_mean, probability_of_improvement
@@ -197,9 +199,11 @@ def _shown(found: Estimate, form: str = ".1f", unit: str = "%") -> str:
 
 
 def evaluations_of(run: Path) -> list[Found]:
-    """List the evaluations of a training run, finished or not, in their order."""
-    folders = sorted(run.glob("evaluations/iteration_*"), key=lambda path: int(path.name.rpartition("_")[2]))
-    return [_find(folder) for folder in folders if any(folder.glob("eval*.jsonl"))]
+    """List the finished evaluations of a training run, in their order; what its metrics.jsonl lacks was broken off."""
+    there = {int(path.name.rpartition("_")[2]): path for path in run.glob("evaluations/iteration_*")}
+    lines = entries(run / "metrics.jsonl")
+    done = {step for step, episodes in points(lines, "eval/num_episodes") if episodes} if lines else there.keys()
+    return [_find(there[step]) for step in sorted(there.keys() & done) if any(there[step].glob("eval*.jsonl"))]
 
 
 def _mean_of(found: Found) -> list[str]:

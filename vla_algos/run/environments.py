@@ -81,8 +81,7 @@ def own_share(
 
     Where ``num_workers`` is ``None`` there are as many as this process has cores, but no more than environments of a
     stage. Of several processes on several GPUs each draws on its own, where that can be chosen. ``pipeline`` is the
-    section: ``stages``, and ``overlap_resets`` where a recipe has it; ``processes`` share the simulators, ``None`` for
-    all.
+    section: ``stages``, ``overlap_resets`` where a recipe has it; ``processes`` share the simulators (``None``: all).
     ValueError: they cannot be shared evenly, or there are fewer than stages.
     """
     stages = pipeline.get("stages", 1)

@@ -135,13 +135,12 @@ class _Run:
                 yield _Evaluation(name.replace("_", " ") or "as it is", videos, results)
 
     def _of_training(self) -> Iterator[_Evaluation]:
-        done = {step for step, episodes in points(self.lines, "eval/num_episodes") if episodes}
-        steps = {int(each.place.name.rpartition("_")[2]): each for each in evaluations_of(self.folder)}
-        there = [step for step in steps if step in done]
-        for step in there[:1] + there[1:][-1:]:
+        there = evaluations_of(self.folder)
+        for each in there[:1] + there[1:][-1:]:
+            step = int(each.place.name.rpartition("_")[2])
             heading = "before" if step == 0 else "after" if step == self.planned else f"after {step} {self.unit}s"
-            results = {kind: read_episodes(file) for kind, file in steps[step].files.items()}
-            yield _Evaluation(heading, self.folder / "videos" / steps[step].place.name, results)
+            results = {kind: read_episodes(file) for kind, file in each.files.items()}
+            yield _Evaluation(heading, self.folder / "videos" / each.place.name, results)
 
     def _pairs(self, kind: str) -> Pairs:
         first, *others = self.evaluations

@@ -48,8 +48,7 @@ class Saver:
 
     A state is copied into host memory at once; a thread writes it, and the next save waits for it. Several processes
     write together: each its part of what is sharded, with its own parts and random numbers. An ``elastic`` one also
-    continues from a checkpoint of another number of processes: weights and optimizer are exact, the parts of each
-    process begin afresh.
+    continues from a checkpoint of another number of processes: weights and optimizer are exact, all else begins again.
     """
 
     def __init__(self, root: Path, elastic: bool = False):
@@ -110,7 +109,7 @@ class Saver:
         elif distributed.is_main():
             tqdm.write(
                 f"{saved.folder} is of {saved.processes} processes, this run has {processes}: weights and optimizer "
-                "continue, with fresh episodes and random numbers"
+                "continue, episodes and random numbers begin again"
             )
         return saved.state["progress"]
 

@@ -110,7 +110,8 @@ def put_adapter(policy: Adaptable, folder: str | Path) -> dict[str, Entry]:
         raise ValueError(f"{folder} adapts layers that this model does not have: {unknown[:5]}; it is of another model")
     _check_ranks(folder, config, entries, {name: each.shape[1:] for name, each in policy.model.named_parameters()})
     config.target_modules, config.modules_to_save, config.inference_mode = sorted(layers), None, False
-    config.alpha_pattern = {_own_name(name, known): alpha for name, alpha in (config.alpha_pattern or {}).items()}
+    for kind in ("rank_pattern", "alpha_pattern"):  # numbers of single layers, by their names
+        setattr(config, kind, {_own_name(name, known): each for name, each in (getattr(config, kind) or {}).items()})
     _inject(policy, config)
     parameters = {name: each for name, each in policy.model.named_parameters() if ".lora_" in name or name in whole}
     expected = {_file_name(name): tuple(each.shape) for name, each in parameters.items()}

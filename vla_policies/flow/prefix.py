@@ -124,8 +124,7 @@ class PrefixModel(nn.Module):
         """Return the embeddings ``[N, P, width]`` of images and prompt, and which of them are valid, bool ``[N, P]``.
 
         ``pixels`` are float ``[N, n, 3, H, W]`` from -1 to 1, ``tokens`` int64 ``[N, L]``, ``token_valid`` bool
-        ``[N, L]``, ``image_valid`` bool ``[N, n]`` (``None``: all). An image that no row has should not be passed at
-        all.
+        ``[N, L]``, ``image_valid`` bool ``[N, n]`` (``None``: all). An image that no row has should be left out.
         """
         count = pixels.shape[1]
         images = self.embed_images(pixels.flatten(0, 1)).unflatten(0, (-1, count))

@@ -86,12 +86,11 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         if self.noise_network is not None:
             stored.check_noise_range(config.noise_std_range)
         self.config, self.folder, self.unused_tensors = config, folder, {}
-        self.adapter, self.num_images = adapter, images
+        self.model, self.adapter, self.num_images = model, adapter, images
         self.action_dim, self.state_dim = adapter.action_dim, adapter.state_dim
         self.in_keys = [*cameras, keys.STATES, keys.TASK_DESCRIPTIONS]
         self.out_keys = [keys.MODEL_IMAGES, *self.out_keys]
         self.loss_keys = (keys.MODEL_IMAGES, keys.STATES, keys.PROMPT_TOKENS, *self.drawn_keys)
-        self.model = model
         model.set_gradient_checkpointing(config.gradient_checkpointing)
         self.freeze()
         self.num_values = 1 if config.value_head else 0

@@ -4,8 +4,7 @@ Layout of lerobot 0.6: ``config.json`` with the policy's ``type``; ``model.safet
 ``model.``; ``policy_preprocessor.json`` and ``policy_postprocessor.json``, lists of steps, of which those that
 normalise have their statistics in a file of their own; the tokenizer's folder. Ours are ``vla_torchrl.json`` and
 ``vla_torchrl_heads.safetensors``. A LoRA adapter of LeRobot is read with the weights that it adapts in the same
-folder. Of LeRobot before 0.4 are names without ``model.``, and statistics among the weights. Nothing of a folder is
-executed.
+folder. Of LeRobot before 0.4 are names without ``model.``, and statistics among the weights. Nothing is executed.
 """
 
 import copy

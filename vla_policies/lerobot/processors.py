@@ -27,8 +27,7 @@ def find_step(processor: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 def make_processors(own: str, config: Mapping[str, Any], what: str, tokenizer: str = "tokenizer") -> list[Any]:
     """Return both processors of a policy of this ``config.json``, with its ``own`` step, as LeRobot makes them.
 
-    ``tokenizer`` is its name where it is not beside them. ValueError, which begins with ``what``: the config is not
-    complete.
+    ``tokenizer`` is its name where it is not beside them. ValueError, which begins with ``what``: config incomplete.
     """
     if missing := [name for name in _NEEDED if name not in config]:
         raise ValueError(f"{what} has no {missing[0]}; copy it again")
@@ -41,14 +40,9 @@ def make_processors(own: str, config: Mapping[str, Any], what: str, tokenizer: s
         }
         for step, name, number in zip(NORMALIZERS, PROCESSORS, (2, 0), strict=True)
     )
-    words = {
-        "task_key": "task",
-        "max_length": config.get("tokenizer_max_length", 48),
-        "padding": config.get("pad_language_to", "max_length"),
-        "padding_side": "right",
-        "truncation": True,
-        "tokenizer_name": tokenizer,
-    }
+    words = {"task_key": "task", "max_length": config.get("tokenizer_max_length", 48)}
+    words |= {"padding": config.get("pad_language_to", "max_length"), "padding_side": "right"}
+    words |= {"truncation": True, "tokenizer_name": tokenizer}
     device = {"registry_name": "device_processor", "config": {"device": "cpu", "float_dtype": None}}
     steps = [
         {"registry_name": RENAME, "config": {"rename_map": {}}},

@@ -66,8 +66,7 @@ class Llama(nn.Module):
 
         Of these are ``embeddings`` ``[N, S, hidden]`` and ``positions`` int64 ``[N, S]``, which do not matter of
         padding; the cache is extended by them. ``valid``, bool ``[N, T]``, says which of the cached and the new tokens
-        may be attended to; the first is never padding. ``causal``: attend to earlier tokens only; otherwise every token
-        attends to all.
+        may be attended to; the first is never padding. ``causal``: attend to earlier tokens only; otherwise to all.
         """
         mask, is_causal = _attention_mask(valid, embeddings.shape[1], causal)
         rotation = rotary.rotation(positions, self.config.head_dim, self.config.rope_theta, embeddings.dtype)

@@ -44,8 +44,7 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
     simulator. Tokens are drawn under ``ExplorationType.RANDOM`` and outside of any ``set_exploration_type``; any other
     type takes the likeliest ones.
 
-    The model's parameters may still be on the meta device. ValueError: ``config`` does not fit the checkpoint or the
-    benchmark.
+    The model's parameters may still be on the meta device. ValueError: ``config`` does not fit checkpoint or benchmark.
     """
 
     config_class: ClassVar[type[OpenVLAConfig]] = OpenVLAConfig

@@ -166,8 +166,7 @@ class Pi0Checkpoint:
     ) -> list[str]:
         """Write a folder in this layout; returns names of the files. Of sharded weights all processes must call it.
 
-        ``weights`` are named as the module's, the unused ones included; ``config`` are entries of ``config.json`` to
-        set.
+        ``weights`` are named as the module's, the unused ones included; ``config`` are entries of ``config.json``.
         """
         statistics = {f"assets/{key}/{_STATISTICS}": {"norm_stats": entry} for key, entry in self.statistics.items()}
         settings = {"config.json": {**self.config, **config}, OPTIONS: options}

@@ -73,8 +73,7 @@ class PromptTokens(ABC):
     def __call__(self, instructions: Sequence[str], states: Tensor | None = None) -> Tensor:
         """Return tokens int64 ``[N, max_length]``; normalised ``states`` ``[N, S]`` are listed in the prompt.
 
-        ValueError: an instruction is empty. SettingError: a prompt is longer, which others cut off; says how long the
-        longest is.
+        ValueError: an instruction is empty. SettingError: a prompt is longer, which others cut off; says how long.
         """
         if states is None:
             self._cache = self._cache if len(self._cache) < 10_000 else {}  # a server hears new ones all the time

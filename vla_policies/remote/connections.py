@@ -31,6 +31,7 @@ class Connections:
         self.metadata: dict[str, Any] = {}
         self._open: OrderedDict[int, ClientConnection] = OrderedDict()
         self._number = 0  # of vla-eval's messages
+        self._most = 0  # observations of a question: near the end of an evaluation there are fewer
 
     def ask(self, observations: Mapping[int, dict[str, Any]], begins: set[int]) -> dict[int, np.ndarray]:
         """Return the actions ``[C, A]`` for the observation of each episode; of a batch, of the whole batch.
@@ -64,7 +65,8 @@ class Connections:
             print(f"warning: the policy server at {self.url} was gone for {time.monotonic() - gone:.1f} s")
         for episode in observations:
             self._open.move_to_end(episode)
-        while len(self._open) > _STAGES * len(observations):
+        self._most = max(self._most, len(observations))
+        while len(self._open) > _STAGES * self._most:
             self._close(next(iter(self._open)))
         return answers
 

@@ -109,7 +109,7 @@ class RemotePolicy(VLAPolicy):
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         if exploration_type() == ExplorationType.RANDOM:
             raise ValueError("whether a policy of a server samples is said there; leave greedy=false out")
-        rows = {key: tensordict.get(key).numpy() for key in self.observations if key != keys.TASK_DESCRIPTIONS}
+        rows = {key: tensordict.get(key).cpu().numpy() for key in self.observations if key != keys.TASK_DESCRIPTIONS}
         number = tensordict.shape[0]
         episodes = tensordict.get(keys.EPISODE_INDEX, torch.arange(number)).tolist()
         begun = tensordict.get(keys.DECISION_INDEX, torch.ones(number)).tolist()

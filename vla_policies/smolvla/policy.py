@@ -66,8 +66,7 @@ class SmolVLA(LeRobotPolicy):
     """The VLM reads images and prompt once, then the state, whose projection is trained with the action expert.
 
     Keys and values of images and prompt are kept for an update; those of the state are computed with their gradient. A
-    value head that reads the VLM does not see the state. :meth:`decision_memory` counts the expert's cross-attention as
-    its other layers.
+    value head that reads the VLM does not see the state. :meth:`decision_memory` counts cross-attention as others.
 
     Example:
         >>> policy = SmolVLA.from_pretrained("checkpoints/smolvla-libero", benchmark="libero")

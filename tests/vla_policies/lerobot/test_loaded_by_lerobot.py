@@ -102,14 +102,18 @@ def test_an_adapter_of_lerobot_beside_its_weights(kind, lerobots, decide, tmp_pa
     assert_acts(decide(merged), lerobots[f"{kind}_lora_actions"])
 
 
-def test_layers_of_an_adapter_have_their_own_scale(tmp_path):
+def test_layers_of_an_adapter_have_their_own_rank_and_scale(tmp_path):
     adapter = shutil.copytree(CROSS.with_name("lerobot_lora_smolvla"), tmp_path / "adapter")
     layer = "model.vlm_with_expert.lm_expert.layers.0.self_attn.q_proj"
-    change_json(adapter / "adapter_config.json", alpha_pattern={layer: 64})
+    change_json(adapter / "adapter_config.json", alpha_pattern={layer: 64}, rank_pattern={layer: 1})
+    weights = load_file(adapter / "adapter_model.safetensors")
+    for name in [name for name in weights if layer in name]:
+        weights[name] = weights[name].narrow(0 if "lora_A" in name else 1, 0, 1).contiguous()
+    save_file(weights, adapter / "adapter_model.safetensors")
     base = make_checkpoint(tmp_path / "base", GOLDEN / "lerobot_smolvla_tiny")
     policy = load_policy(base, benchmark="libero", lora_adapter=adapter)
     scales = {name: each.scaling["default"] for name, each in policy.model.named_modules() if hasattr(each, "scaling")}
-    assert scales.pop(layer.removeprefix("model.")) == 32
+    assert scales.pop(layer.removeprefix("model.")) == 64
     assert set(scales.values()) == {4.0}
 
 

@@ -234,6 +234,8 @@ def test_adapters_are_saved_alone_loaded_and_merged(make, stored, tmp_path):
 
     policy.save_pretrained(tmp_path / "unmerged")
     assert torch.equal(make(tmp_path / "unmerged").evaluate_actions(stored)[0], expected)
+    with pytest.raises(ValueError, match=r"has an adapter; leave lora_adapter out, or merge its own: vla-recipe merge"):
+        make(tmp_path / "unmerged", lora_adapter=tmp_path / "adapter")
     merge_adapter(policy)
     policy.save_pretrained(tmp_path / "merged")
     merged = make(tmp_path / "merged")

@@ -228,6 +228,9 @@ def test_vla_eval_has_one_action_at_a_time_and_forgets_the_rest_of_a_chunk_with_
         assert not actions[1].any()
     begun = greedy(policy, batch.clone().update({**where, "decision_index": torch.tensor([0, 0, 2])}))
     torch.testing.assert_close(begun[[0, 2], 0], torch.stack([expected[0, 0], expected[2, 2]]))
+    other = batch.clone().set(TASK_DESCRIPTIONS, NonTensorStack(*[INSTRUCTIONS[1 - i % 2] for i in range(3)]))
+    actions = greedy(policy, other.clone().update({**where, "decision_index": torch.full((3,), 1)}))  # of a chain
+    torch.testing.assert_close(actions[[0, 2], 0], greedy(small(), other)[[0, 2], 0])
 
 
 def test_of_a_longer_chunk_the_first_actions_are_executed(served):
@@ -268,7 +271,9 @@ def test_pages_say_that_it_lives_and_what_it_did(served):
         ({"prompt": 3}, "'prompt' must be a text"),
         ({"prompt": []}, "'prompt' must be a text"),
         ({"prompt": "x" * 2001}, "'prompt' must be a text of at most 2000 characters"),
-        ({"observation/state": np.zeros(4, np.float32)}, "'observation/state' must be 3 numbers for each of 1"),
+        ({"observation/state": np.zeros(4, np.float32)}, "'observation/state' must be 3 finite numbers for each of 1"),
+        ({"observation/state": np.array([0, np.nan, 0])}, "'observation/state' must be 3 finite numbers"),
+        ({"observation/state": np.array([0, 0, 1e300])}, "'observation/state' must be 3 finite numbers"),
         (
             {"observation/image": np.zeros((32, 32), np.uint8)},
             r"'observation/image' must be uint8 \[height, width, 3\]",
@@ -431,12 +436,47 @@ def test_a_server_that_is_silent_is_waited_for_so_long_and_no_longer(served, mon
         greedy(policy, observations(2))
 
 
+def test_a_policy_that_looks_at_more_cameras_than_are_named_is_not_served():
+    policy = small()
+    policy.num_images = 3
+    with pytest.raises(
+        ValueError, match="names has 0 wrist cameras, the policy looks at 2; type --names wrist_images=A,B"
+    ):
+        PolicyServer(policy)
+
+
+def test_the_same_folder_with_other_settings_is_another_policy(tmp_path, monkeypatch):
+    def identity(**options):
+        monkeypatch.setattr(serving, "PolicyServer", lambda *_, served, **__: told.append(served))
+        with pytest.raises(AttributeError):  # there is no server to run
+            serving.serve_folder(str(tmp_path), "openpi", "127.0.0.1", 0, **{"settings": {}, **options})
+        return told[-1]
+
+    told = []
+    small().save_pretrained(tmp_path)
+    assert identity() == identity()
+    assert len({identity(), identity(sample=True), identity(settings={"device": "cpu"})}) == 3
+
+
 def test_connections_do_not_pile_up(served):
     served.server.metadata["batches"] = False
     policy = remote(served.url)
+
+    def begin(*episodes):
+        where = {
+            "episode_index": torch.tensor(episodes),
+            "decision_index": torch.zeros(len(episodes), dtype=torch.int64),
+        }
+        greedy(policy, observations(len(episodes)).update(where))
+
     for episode in range(12):
-        where = {"episode_index": torch.tensor([episode]), "decision_index": torch.tensor([0])}
-        greedy(policy, observations(1).update(where))
+        begin(episode)
     assert len(policy.connections._open) == 4
+    begin(20, 21, 22)
+    begin(30)  # a stage that is nearly done closes nothing of another
+    assert {20, 21, 22, 30} <= policy.connections._open.keys()
+    for episode in range(40, 60):
+        begin(episode)
+    assert len(policy.connections._open) == 12
     for connection in policy.connections._open.values():
         connection.close()
