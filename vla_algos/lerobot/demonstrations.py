@@ -78,7 +78,7 @@ class LeRobotDemonstrations:
                 raise ValueError(
                     f"{folder.path}: {each.name} has {each.height} x {each.width} pixels, {spec.id} has "
                     f"{shape[0]} x {shape[1]} here; type image_size={size} (recipes: env.image_size), or "
-                    f"camera=NAME (recipes: demonstrations.camera), another one of {', '.join(folder.cameras)}"
+                    f"camera=NAME wrist_cameras=[] (recipes: demonstrations.*), others of {', '.join(folder.cameras)}"
                 )
         if any(each.video for each, _ in shapes):
             needs(folder.path, *VIDEOS)

@@ -193,6 +193,8 @@ def resolve_spec(name: str | SimulatorSpec, horizon: int | None, options: dict[s
         known = option_types(find_benchmark(name)[0])
         options.update({option: horizon for option in _HORIZONS if option in known})
     spec = make_spec(name, **options)
+    if spec.batched:
+        raise ValueError(f"{spec.id} leaves its images on the GPU: take make_env, or type backend='processes'")
     return spec if horizon is None else replace(spec, max_episode_steps=horizon)
 
 
@@ -274,11 +276,13 @@ def check_open(spec: SimulatorSpec, closed: bool) -> None:
 
 
 def make_observation_space(spec: SimulatorSpec) -> spaces.Dict:
-    """Describe what one environment shows."""
+    """Describe what one environment shows; sentences have further letters if those of its tasks do."""
+    texts = "".join(text for task in spec.tasks for text in (task.instruction, *task.instructions))
+    letters = _CHARACTERS + "".join(sorted({*texts} - {*_CHARACTERS}))
     entries: dict[str, spaces.Space[Any]] = {
         keys.IMAGES: spaces.Box(0, 255, (*spec.image_shape, 3), np.uint8),
         keys.STATES: spaces.Box(-np.inf, np.inf, (spec.state_dim,), np.float32),
-        keys.TASK_DESCRIPTIONS: InstructionSpace(keys.MAX_INSTRUCTION, charset=_CHARACTERS),
+        keys.TASK_DESCRIPTIONS: InstructionSpace(keys.MAX_INSTRUCTION, charset=letters),
     }
     if spec.wrist_image_shape is not None:
         entries[keys.WRIST_IMAGES] = spaces.Box(0, 255, (*spec.wrist_image_shape, 3), np.uint8)

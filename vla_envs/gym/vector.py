@@ -82,8 +82,6 @@ class SimulatorVectorEnv(VectorEnv):
     ):
         num_workers = count_workers(num_envs, num_workers)
         spec = resolve_spec(name, max_episode_steps if horizon is None else horizon, options)
-        if spec.batched:
-            raise ValueError(f"{spec.id} leaves its images on the GPU: take make_env, or type backend='processes'")
         self.simulator_spec, self.num_envs, self.render_mode = spec, num_envs, render_mode
         modes = [mode.value for mode in AutoresetMode]
         if autoreset_mode not in [*AutoresetMode, *modes]:

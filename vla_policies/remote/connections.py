@@ -79,7 +79,7 @@ class Connections:
             left = max(0.1, deadline - time.monotonic())
             options: dict[str, Any] = {"open_timeout": left, "max_size": LARGEST, "compression": None}
             options["ping_interval"] = None  # openpi's server answers none while it computes
-            self._open[episode] = connect(self.url, close_timeout=1, **options)
+            self._open[episode] = connect(self.url, close_timeout=1, **options).__enter__()  # _close leaves it
             self._greet(episode, observation, deadline)
         if self.protocol == "openpi":
             self._open[episode].send(pack(observation))

@@ -14,7 +14,7 @@ from gymnasium.vector import AutoresetMode
 from walker import Walker, walker_spec
 
 from vla_common import keys
-from vla_envs.gym import SimulatorEnv
+from vla_envs.gym import SimulatorEnv, SimulatorVectorEnv
 from vla_envs.workers.pool import WorkerPool
 
 N = 4
@@ -316,3 +316,16 @@ def test_what_one_environment_showed_stays_as_it_was(monkeypatch):
     seen, _ = env.reset(seed=0)
     after = env.step(np.ones(2, np.float32))[0]
     assert (seen[keys.STATES] != after[keys.STATES]).all()
+
+
+def test_sentences_have_the_letters_of_their_tasks():
+    spec = counting_spec()
+    french = replace(spec, tasks=tuple(replace(task, instruction="compter jusqu'à un") for task in spec.tasks))
+    for tasks, known in ((french, True), (spec, False)):
+        assert ("compter jusqu'à un" in SimulatorEnv(tasks).observation_space[keys.TASK_DESCRIPTIONS]) is known
+
+
+@pytest.mark.parametrize("make", [SimulatorEnv, SimulatorVectorEnv])
+def test_worlds_that_are_simulated_together_are_for_make_env(make):
+    with pytest.raises(ValueError, match=r"leaves its images on the GPU: take make_env, or type backend='processes'"):
+        make(replace(counting_spec(), batched="mine:Worlds"))
