@@ -182,9 +182,8 @@ class PolicyServer:
             last = self.policy.state_dim if key == STATES else 3
             right = isinstance(value, np.ndarray) and value.ndim == dimensions + 1 and 0 not in value.shape
             right = right and (value.dtype.kind in "fiu" if key == STATES else value.dtype == np.uint8)
-            right = right and (
-                key != STATES or (np.abs(value, dtype=float) < 1e38).all()
-            )  # float32 has them; nan is not
+            if right and key == STATES:
+                right = bool((np.abs(value, dtype=float) < 1e38).all())  # float32 has them; nan is not
             if not right or len(value) != len(texts) or value.shape[-1] != last or max(value.shape[1:]) > _MOST:
                 wanted = (
                     f"{last} finite numbers" if key == STATES else f"uint8 [height, width, 3], at most {_MOST} a side,"
