@@ -247,10 +247,8 @@ def describe_memory(policy: Any, *, shards: int, gpu_memory: float, decisions: i
     whole = PolicyMemory(policy)
     groups = whole.groups
     lowers = sum(group.lowered for group in groups) < sum(group.weights for group in groups)
-    full, plans = (
-        MemoryPlan(shards=shards, compute=lowers),
-        [MemoryPlan(), MemoryPlan(compute=lowers, cpu_offload=True)],
-    )
+    full = MemoryPlan(shards=shards, compute=lowers)
+    plans = [MemoryPlan(), MemoryPlan(compute=lowers, cpu_offload=True)]
     if shards > 1:
         plans += [MemoryPlan(shards), full, replace(full, optimizer_offload=True), replace(full, cpu_offload=True)]
     for plan in dict.fromkeys([*plans, MemoryPlan(acting=True), MemoryPlan(acting=True, compute=lowers)]):

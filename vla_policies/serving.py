@@ -153,7 +153,8 @@ class PolicyServer:
             payload = {"harness_version": "vla-torchrl", "protocol_version": 1, "model_server": self.policy.family}
             payload |= {"capabilities": {}, "observation_params": wants, "identity": self.metadata["identity"]}
         elif kind == "observation":
-            rows, text = (found := self._rows(content.get("payload"))[0]), found[TASK_DESCRIPTIONS]
+            rows, _ = self._rows(content.get("payload"))
+            text = rows[TASK_DESCRIPTIONS]
             if not chunk or chunk[0][0] != text:  # a chain's next task cuts the chunk of the last
                 chunk.clear()
                 chunk.extend((text, action) for action in (await self._actions(client, rows))[0])
