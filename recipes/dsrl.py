@@ -102,7 +102,6 @@ def train(config: SimpleNamespace, run: Run) -> None:
         # ---- tell
         rows = torch.cat(visited)
         outcomes, speed = env_metrics(rows), throughput(rows, run.seconds)
-        learnt = {name: float(value) for name, value in learnt.items()}
         run.log(iteration, outcomes, learnt, collector_stats(collector), speed)
         run.say(check_crashes(run.state, iteration, outcomes))
         episodes.tell(*outcomes_by_task(rows))  # episode_order=learnable draws accordingly

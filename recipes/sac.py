@@ -70,15 +70,9 @@ def train(config: SimpleNamespace, run: Run) -> None:
 
     # ---- where it begins: at the last checkpoint, or with a base that is published, or a clone of the expert
     shown, heldout = demonstrations.record(env, base) if demonstrations.wanted else (None, None)
-    parts: dict[str, Any] = {
-        "policy": policy,
-        "loss": loss_module,
-        "optimizer": optimizer,
-        "replay": replay,
-        "prior": prior,
-    }
+    parts: dict[str, Any] = {"policy": policy, "loss": loss_module, "optimizer": optimizer, "replay": replay}
     cloned = None if config.policy.get("checkpoint") else base  # of which nothing else has the weights
-    start = run.restore(demonstrations.facts, **parts, collector=collector, episodes=episodes, base=cloned)
+    start = run.restore(demonstrations.facts, **parts, prior=prior, collector=collector, episodes=episodes, base=cloned)
     optimizer.param_groups[0]["lr"] = update["lr"]  # of this run, whatever was saved
     if start is None:
         if shown is not None:
@@ -112,7 +106,6 @@ def train(config: SimpleNamespace, run: Run) -> None:
         # ---- tell
         rows = torch.cat(visited)
         outcomes, speed = env_metrics(rows), throughput(rows, run.seconds)
-        learnt = {name: float(value) for name, value in learnt.items()}
         run.log(iteration, outcomes, learnt, collector_stats(collector), speed)
         run.say(check_crashes(run.state, iteration, outcomes))
         episodes.tell(*outcomes_by_task(rows))  # episode_order=learnable draws accordingly

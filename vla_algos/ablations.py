@@ -205,12 +205,12 @@ class SeenImages:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def check_room(self, spec: SimulatorSpec, episodes: int, chunk_size: int) -> None:
-        """Refuse (``ValueError``), before any work, so many episodes that the disk has no room for their images."""
+        """Refuse (``OSError``), before any work, so many episodes that the disk has no room for their images."""
         pixels = math.prod(spec.image_shape) + math.prod(spec.wrist_image_shape or (0,))
         decisions = episodes * -(-spec.max_episode_steps // chunk_size)
         needed, free = 3 * pixels * decisions, shutil.disk_usage(self._folder).free
         if needed > free:
-            raise ValueError(
+            raise OSError(
                 f"other_trial keeps the images of all decisions in {self._folder}, up to {needed / 1e9:.1f} GB, and "
                 f"there are {free / 1e9:.1f} GB free; take a folder with more (hydra.run.dir=...), or fewer eval.trials"
             )

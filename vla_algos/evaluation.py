@@ -453,8 +453,7 @@ class _Observing(TensorDictModuleBase):
         inputs = tensordict.select(*self.in_keys, strict=False)
         inputs[keys.EPISODE_INDEX], inputs[keys.DECISION_INDEX] = map(torch.tensor, self.deciding())
         where = {keys.EPISODE_INDEX, keys.DECISION_INDEX}.difference(self.in_keys)
-        decision = self.policy(self.observe(inputs).exclude(*where))
-        return tensordict.set(keys.ACTION, decision[keys.ACTION])
+        return tensordict.set(keys.ACTION, self.policy(self.observe(inputs).exclude(*where))[keys.ACTION])
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -222,12 +222,19 @@ class BehaviourCloning:
         self.optimizer.load_state_dict(self.optimizer.state_dict() | {"state": state["optimizer"]["state"]})
         self.schedule.load_state_dict(state["schedule"])
         self._order = [rows for rows in state["order"] if int(rows.max()) < len(self.demonstrations)]
-        if self.state_prediction:
+        if self.state_prediction and "state_prediction" in state:
             self.state_prediction.load_state_dict(state["state_prediction"])
 
     def places(self) -> dict[str, Any]:
         """Return what lies as tensors of its state are to lie, by their keys."""
         return {"optimizer": places(self.optimizer)}
+
+
+def check_imitation(policy: VLAPolicy) -> None:
+    """Refuse (``ValueError``) a policy that has no ``imitation_loss`` of its own."""
+    if getattr(type(policy), "imitation_loss", None) in (None, VLAPolicy.imitation_loss):
+        what = "(demonstrations.episodes=0, self_imitation.coeff=0)"
+        raise ValueError(f"{type(policy).__name__} has no imitation_loss: write it, or leave out what clones {what}")
 
 
 def share_of_imitation_loss(policy: VLAPolicy, batch: TensorDictBase, sigma: float) -> torch.Tensor:

@@ -8,6 +8,7 @@ from tensordict import TensorDict, TensorDictBase
 
 from vla_algos import distributed
 from vla_algos.demonstrations import record_demonstrations
+from vla_algos.imitation import check_imitation
 from vla_algos.samples import Samples
 from vla_common import keys
 from vla_common.settings import Count, checked
@@ -44,6 +45,7 @@ class Interventions:
     def __init__(
         self, policy: VLAPolicy, demonstrations: Samples | None = None, *, budget: Count | None = None, **recording: Any
     ):
+        check_imitation(policy)
         self.policy, self.budget, self.actions, self._recording = policy, budget, 0, recording
         self._demonstrations: TensorDict | None = None
         if demonstrations is not None:  # in memory, with smaller images where the policy resizes, as the expert's are

@@ -54,5 +54,4 @@ def mean(values: Tensor, valid: Tensor, weight: Tensor | None = None, count: Ten
     """Sum of ``weight * values`` over the valid elements divided by ``count``, theirs unless given; 0 for none."""
     if weight is not None:  # [B, 1] against [B], [B, C] or [B, C, A]
         values = values * weight.reshape(-1, *(1,) * (values.ndim - 1))
-    total = torch.where(valid, values, 0.0).sum()
-    return total / (valid.sum() if count is None else count).clamp(min=1)
+    return torch.where(valid, values, 0.0).sum() / (valid.sum() if count is None else count).clamp(min=1)

@@ -1,7 +1,6 @@
 """Numbers for the log, as pure functions of a collected batch.
 
-Names: ``rollout/...`` describes the data that is learnt from, ``env/...`` the episodes that ended in it,
-``train/...`` the update.
+``rollout/...`` describes the data learnt from, ``env/...`` the episodes that ended in it, ``train/...`` the update.
 """
 
 from collections.abc import Mapping

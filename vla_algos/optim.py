@@ -178,8 +178,7 @@ def policy_of(loss_module: nn.Module) -> Any:
 
 def trained_parameters(loss_module: nn.Module) -> tuple[list[torch.nn.Parameter], list[torch.nn.Parameter]]:
     """List what a loss trains, of the policy and of the critic. ValueError: a precision that rounds steps away."""
-    policy = policy_of(loss_module)
-    of_critic = {id(parameter) for parameter in getattr(policy, "critic_parameters", tuple)()}
+    of_critic = {id(parameter) for parameter in getattr(policy_of(loss_module), "critic_parameters", tuple)()}
     actor: list[torch.nn.Parameter] = []
     critic: list[torch.nn.Parameter] = []
     for name, parameter in loss_module.named_parameters():

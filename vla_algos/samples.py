@@ -43,8 +43,7 @@ class Samples:
 
     def choose(self, chosen: Tensor) -> "Samples":
         """Return the rows where ``chosen``, bool ``[len]``, is true."""
-        rows = torch.arange(len(self)) if self.rows is None else self.rows
-        return Samples(self.data, rows[chosen])
+        return Samples(self.data, (torch.arange(len(self)) if self.rows is None else self.rows)[chosen])
 
     @property
     def episodes(self) -> int:

@@ -6,7 +6,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from vla_algos import distributed
-from vla_algos.imitation import Sigma, share_of_imitation_loss
+from vla_algos.imitation import Sigma, check_imitation, share_of_imitation_loss
 from vla_common.keys import ACTION, DONE, NEXT, STEP_MASK, SUCCESS, TASK_ID, TRIAL_ID
 from vla_common.settings import Count, Factor, checked
 from vla_policies import VLAPolicy
@@ -54,9 +54,8 @@ class SelfImitation:
         label_sigma: Sigma = 0.1,
         equal: Literal["decisions", "episodes", "tasks"] = "decisions",
     ):
-        if coeff and getattr(type(policy), "imitation_loss", None) in (None, VLAPolicy.imitation_loss):
-            name = type(policy).__name__
-            raise ValueError(f"{name} has no imitation_loss: write it, or set self_imitation.coeff=0 (recipe ppo)")
+        if coeff:
+            check_imitation(policy)
         self.policy, self.coeff, self.capacity = policy, coeff, capacity
         self.batch_size, self.label_sigma, self.equal = batch_size, label_sigma, equal
         self._stored: TensorDict | None = None  # [K], oldest first
@@ -69,8 +68,7 @@ class SelfImitation:
         solved = in_solved_episodes(batch[NEXT, SUCCESS], batch[NEXT, DONE]).squeeze(-1)
         new = batch.select(*self.policy.loss_keys, ACTION, TASK_ID, TRIAL_ID)[solved].cpu()
         new[STEP_MASK] = batch[NEXT, STEP_MASK][solved].cpu()
-        everywhere = distributed.all_gather(new)
-        parts = [part for part in (self._stored, everywhere) if part is not None]
+        parts = [part for part in (self._stored, distributed.all_gather(new)) if part is not None]
         self._stored = torch.cat(parts)[-self.capacity :].clone()
 
     def add_gradient(self) -> None:

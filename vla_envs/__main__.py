@@ -1,7 +1,6 @@
 """``python -m vla_envs``: which environments there are, and what this machine lacks for them.
 
-``python -m vla_envs fetch calvin`` brings what a benchmark lacks, ``python -m vla_envs check metaworld/reach-v3`` tries
-one.
+``python -m vla_envs fetch calvin`` brings what a benchmark lacks, ``... check metaworld/reach-v3`` tries one.
 """
 
 from vla_common.program import FAILED, OneLineParser, run_main

@@ -372,7 +372,7 @@ class VLAEnv(EnvBase):
         """Continue where :meth:`state_dict` was taken; :meth:`observe` has the observations of that moment.
 
         Args:
-            state_dict: of an environment with as many slots and the same episodes; else a ``ValueError``.
+            state_dict: of an environment with as many slots, actions and the same episodes; else a ``ValueError``.
             strict: False loads nothing: so TorchRL's ``EnvCreator`` passes the state of one environment to all of its
                 copies, which would then repeat the same episodes.
 
@@ -385,6 +385,8 @@ class VLAEnv(EnvBase):
         saved = state_dict.get("episodes", [None] * self.num_envs)
         if len(saved) != self.num_envs:
             raise ValueError(f"the saved run had {len(saved)} environments, this one has {self.num_envs}")
+        if "statistics" in state_dict and (size := state_dict["statistics"]["step_mask"].shape[1]) != self.chunk_size:
+            raise ValueError(f"the saved run had chunk_size={size}, this one has {self.chunk_size}")
         self.interactions += 1
         self.drop_under_way()
         self.episodes.load_state_dict(state_dict["sampler"])

@@ -118,7 +118,7 @@ class EpisodeSampler:
         if "drawn" not in state:
             raise ValueError("the saved episodes are of an EpisodeQueue, this is an EpisodeSampler; set_episodes first")
         for name, value in self._identity().items():
-            if (saved := state.get(name)) != value:
+            if (saved := state.get(name, value)) != value:
                 raise ValueError(
                     f"the saved episode sampler had {name}={saved!r}, this one has {value!r}; "
                     "resume with the settings of the saved run, or start a new run"
@@ -129,6 +129,7 @@ class EpisodeSampler:
 
     def _identity(self) -> dict[str, Any]:
         own = {name: getattr(self, name) for name in _SETTINGS}
+        own["tasks"] = [task.name for task in self.spec.tasks]
         return {"id": self.spec.id, "seed": self.seed, "trials": self.spec.trials, **own}
 
 
@@ -218,8 +219,7 @@ def evaluation_episodes(
 
     Args:
         spec: the suite.
-        trials: initial states per task, of ``spec.evaluation_trials`` or else from 0; the benchmark's own number if
-            ``None``.
+        trials: initial states per task, of ``spec.evaluation_trials`` or else from 0; ``None``: the benchmark's number.
         seed: family of trials. Use another one than training does.
         repeats: runs of each, for a policy that samples.
     """

@@ -46,7 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     tiny = commands.add_parser("tiny", help="write a tiny checkpoint with random weights, to try commands with")
     tiny.add_argument("kind", help="such as openvla; one that there is not lists them")
     tiny.add_argument("--to", required=True, metavar="NEW", help="a folder that is not there yet")
-    tiny.add_argument("--statistics", default="tiny", metavar="NAME", help="of their data set, such as bridge_orig")
+    tiny.add_argument("--statistics", default="tiny", metavar="NAME", help="of their data set; LeRobot's have none")
     return parser
 
 

@@ -61,6 +61,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
       ``policy.<setting>=...`` (:mod:`vla_common.settings`).
     * ``shape_settings``: those that the environment gives, by their names in
       :class:`~vla_common.schema.EnvironmentShape`.
+    * ``sampling_settings``: those that no weight depends on: beside a checkpoint another value is taken, not refused.
     * ``needs_checkpoint``: that it cannot be made without one.
     * ``entry_points``: methods other than :meth:`forward` that losses call and that run the network; a sharded policy
       gathers its weights for them.
@@ -83,6 +84,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
     family: ClassVar[str]
     config_class: ClassVar[type[Any]]
     shape_settings: ClassVar[tuple[str, ...]] = ("action_low", "action_high", "state_dim")
+    sampling_settings: ClassVar[tuple[str, ...]] = ()
     needs_checkpoint: ClassVar[bool] = False
     entry_points: ClassVar[tuple[str, ...]] = ENTRY_POINTS
 
@@ -299,7 +301,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
             folder: local folder, or ``hf:NAME``; FileNotFoundError if it is not a policy.
             device: of the policy.
             shard: shards it over processes, each of which loads all of it first: policies that are made new are small.
-            **settings: fields of ``config_class`` that the checkpoint must have, to be sure of them.
+            **settings: fields of ``config_class`` that the checkpoint must have; ``sampling_settings`` replace its own.
 
         Raises:
             ValueError: another family, other settings, a truncated file, or weights that do not fit the configuration.
@@ -308,11 +310,16 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
         family, stored = layout.read(path)
         if family != cls.family:
             raise ValueError(f"{path} is a checkpoint of {family!r}, not of {cls.family}")
-        check_unchanged(cls, path, {**defaults_of(cls), **stored}, settings)
-        policy = cls._restore(path, as_tuples(stored), device)
+        policy = cls._restore(path, cls._merge(path, stored, settings), device)
         if shard is not None:
             shard(policy)
         return policy
+
+    @classmethod
+    def _merge(cls, path: Path, stored: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+        stored |= {name: settings[name] for name in settings.keys() & set(cls.sampling_settings)}
+        check_unchanged(cls, path, {**defaults_of(cls), **stored}, settings)
+        return as_tuples(stored)
 
     @classmethod
     def _restore(cls, path: Path, settings: dict[str, Any], device: torch.device | str) -> Self:
@@ -347,9 +354,8 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
                 f"{cls.family} has no published size, it is made for an environment; pass a folder that a run wrote"
             )
         _, stored = layout.read(folder)
-        check_unchanged(cls, folder, {**defaults_of(cls), **stored}, settings)
         with torch.device("meta"):
-            return cls(cls.config_class(**as_tuples(stored)))
+            return cls(cls.config_class(**cls._merge(folder, stored, settings)))
 
     def decision_memory(self) -> DecisionMemory | None:
         """Return what a decision takes of a GPU; ``None`` where the family does not estimate it."""

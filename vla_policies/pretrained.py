@@ -193,7 +193,7 @@ class PretrainedPolicy(VLAPolicy):
         adapter = None if folder is None else lora.stored_adapter(folder, said)
         rank = {} if adapter is None else lora.read_rank(adapter)
         if other := settings.get("lora_adapter"):  # one from elsewhere may name layers that are not adapted here
-            rank = {"lora_rank": lora.read_rank(Path(other))["lora_rank"]}
+            rank = {"lora_rank": lora.read_rank(Path(other).expanduser())["lora_rank"]}
         settings = {**defaults_of(cls), **said, **rank, **settings}
         policy = cls.__new__(cls)
         TensorDictModuleBase.__init__(policy)

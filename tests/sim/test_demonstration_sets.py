@@ -33,6 +33,7 @@ TASKS = "metaworld/button-press-topdown-v3+reach-v3"
 OPTIONS = {"image_size": 32, "render_quality": "minimal"}
 SETTINGS = {"stride": 4, "noise": 0.1, "max_steps": 80}
 SMALL = {"family": "small", "dim": 16, "layers": 1, "heads": 2, "channels": [4, 4, 4], "keypoints": 4}
+OF_SET = ["demonstrations.folder=SET", "env.id=metaworld/reach-v3", "env.reset_ranges=null"]
 EPISODES = [Episode(task, trial, 7) for task in range(2) for trial in range(3)]
 
 pytest.importorskip("metaworld", reason="Meta-World is not installed: pip install 'vla-torchrl[metaworld]'")
@@ -434,6 +435,8 @@ def test_one_process_records_at_a_time(tmp_path):
             ["demonstrations.folder=SET", "env.id=metaworld/reach-v3", "env.reset_ranges=null", "eval.seed=7"],
             "eval.seed=7 is the family of in",
         ),
+        ([*OF_SET, "policy.chunk_size=6"], r"are for chunks of at most 5, the policy has 6"),
+        ([*OF_SET, "demonstrations.heldout=0.1"], r"heldout=0.1: no demonstration is held out"),
         (["demonstrations.heldout=0.1"], r"heldout=0.1: no demonstration is held out, of each task trials 9, 19, 29"),
         (["demonstrations.spread=2"], r"type demonstrations.spread=1 or demonstrations.heldout=0"),
         (["demonstrations.noise=[0.1,0.2]"], "one for each of the 4 dimensions"),

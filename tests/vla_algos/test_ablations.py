@@ -116,7 +116,7 @@ def test_images_without_room_are_refused_before_work(tmp_path, monkeypatch):
     monkeypatch.setattr(ablations.shutil, "disk_usage", lambda folder: free)
     with SeenImages(tmp_path) as seen:
         seen.check_room(spec, 300, 5)
-        with pytest.raises(ValueError, match=r"up to 6.9 GB, and there are 5.0 GB free; take .*hydra.run.dir"):
+        with pytest.raises(OSError, match=r"up to 6.9 GB, and there are 5.0 GB free; take .*hydra.run.dir"):
             seen.check_room(spec, 500, 5)
 
 

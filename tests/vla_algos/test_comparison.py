@@ -272,6 +272,7 @@ def test_an_evaluation_of_a_training_that_was_broken_off_is_no_result(tmp_path, 
     lines = [{"step": step, "eval/num_episodes": 180.0} for step in (0, 900)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     write(run / "evaluations/iteration_10000/eval.jsonl", results(0)[:2])  # no gap: the first two have ended
+    (run / "evaluations/iteration_0900_copy").mkdir()
     assert "before iteration_0000, after iteration_0900" in said(capsys, run)
 
 

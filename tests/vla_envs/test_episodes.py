@@ -208,3 +208,8 @@ def test_a_state_of_another_stream_is_refused():
         EpisodeSampler(SPEC, seed=1, world_size=2).load_state_dict(state)
     with pytest.raises(ValueError, match="metaworld/ML45-test"):
         EpisodeSampler(make_spec("metaworld/MT50"), seed=1).load_state_dict(state)
+    of_few = replace(SPEC, tasks=SPEC.tasks[1:])
+    with pytest.raises(ValueError, match=f"had tasks=.*{SPEC.tasks[0].name}"):
+        EpisodeSampler(of_few, seed=1).load_state_dict(state)
+    state.pop("tasks")  # as before they were saved
+    EpisodeSampler(of_few, seed=1).load_state_dict(state)

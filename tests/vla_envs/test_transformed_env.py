@@ -286,6 +286,14 @@ def test_state_dict_goes_on_with_the_sampler_and_the_running_episodes():
     assert env.episodes.state_dict() == other.episodes.state_dict()
 
 
+def test_a_state_of_other_chunks_is_refused_before_anything_changes():
+    env, other = walker(), make_env(walker_spec(horizon=11, action_dim=DIM), N, CHUNK + 1, num_workers=1)
+    env.reset()
+    with pytest.raises(ValueError, match=f"the saved run had chunk_size={CHUNK}, this one has {CHUNK + 1}"):
+        other.load_state_dict(env.state_dict())
+    assert other.episodes.state_dict()["drawn"] == 0
+
+
 def test_a_queue_is_saved_as_well():
     episodes = evaluation_episodes(walker_spec(), trials=3)
     env, other = walker(), walker()

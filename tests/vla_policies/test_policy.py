@@ -17,7 +17,7 @@ from vla_common.registry import policies
 from vla_common.settings import Count, Fraction, check_settings
 from vla_policies import SmallVLA, SmallVLAConfig, VLAPolicy, load_policy, make_policy, policy_types, register_policy
 from vla_policies.processing.action_tokens import ActionBins
-from vla_policies.registry import inspect_policy
+from vla_policies.registry import inspect_policy, meta_policy
 from vla_policies.small.encoder import HashedText
 
 CONFIG = SmallVLAConfig(action_low=(-1.0, -1.0, 0.0), action_high=(1.0, 1.0, 0.5), state_dim=4, chunk_size=3)
@@ -258,8 +258,23 @@ def test_settings_beside_a_checkpoint_are_its_own_or_refused(family, tmp_path):
 
 def test_a_setting_that_a_checkpoint_has_left_open_is_fixed_too(tmp_path):
     make_policy(Shape(), family="small_flow", **SMALL).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"policy.joint_log_prob=True: .* with joint_log_prob=None"):
-        make_policy(Shape(), family="small_flow", checkpoint=tmp_path, joint_log_prob=True)
+    with pytest.raises(ValueError, match=r"policy.crop=\[0, 0, 1, 1\]: .* with crop=None"):
+        make_policy(Shape(), family="small_flow", checkpoint=tmp_path, crop=[0, 0, 1, 1])
+
+
+def test_how_a_flow_samples_is_not_fixed_by_its_checkpoint(tmp_path):
+    saved = make_policy(Shape(), family="small_flow", **SMALL)
+    saved.save_pretrained(tmp_path)
+    loaded = make_policy(Shape(), family="small_flow", checkpoint=tmp_path, num_steps=3, joint_log_prob=True)
+    assert loaded.config == replace(saved.config, num_steps=3, joint_log_prob=True)
+    assert all(torch.equal(value, loaded.state_dict()[name]) for name, value in saved.state_dict().items())
+    loaded.save_pretrained(tmp_path / "again")
+    assert load_policy(tmp_path / "again").config == loaded.config
+    assert meta_policy(tmp_path, num_steps=3).config.num_steps == 3
+    with pytest.raises(ValueError, match=r"^policy.num_steps=0: "):
+        make_policy(Shape(), family="small_flow", checkpoint=tmp_path, num_steps=0)
+    with pytest.raises(ValueError, match=r"^policy.method=flow_noise: .* was trained with method=flow_sde"):
+        make_policy(Shape(), family="small_flow", checkpoint=tmp_path, method="flow_noise")
 
 
 @pytest.mark.parametrize(

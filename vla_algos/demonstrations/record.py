@@ -18,7 +18,7 @@ from vla_algos import distributed
 from vla_algos.demonstrations import experts
 from vla_algos.demonstrations.dataset import DemonstrationSet, for_policy, load_demonstrations
 from vla_algos.files import FolderInUse, lock_folder, write_folder_atomically
-from vla_algos.imitation import check_state_noise
+from vla_algos.imitation import check_imitation, check_state_noise
 from vla_algos.lerobot.dataset import is_lerobot
 from vla_algos.lerobot.demonstrations import LeRobotDemonstrations, Tasks
 from vla_algos.samples import Samples, check_heldout
@@ -98,10 +98,8 @@ class Demonstrations:
         self._env, self._auxiliary = dict(config.env), cloning.get("auxiliary", 0.0)
         self._seed, self._evaluation_seed = config.seed + _SEED_OFFSET, config.eval["seed"]
         _refuse_repeated(self._evaluation_seed, (config.seed, self._seed), "that this run trains on")
-        if "noise" in settings:
-            noise_of_dimensions(self.settings.noise, spec)
-        if "state_noise" in cloning:
-            check_state_noise(cloning["state_noise"], spec.state_dim)
+        noise_of_dimensions(self.settings.noise, spec)
+        check_state_noise(cloning.get("state_noise", 0.0), spec.state_dim)
         self.wanted = bool(self.settings.episodes) and (always or not config.policy.get("checkpoint"))
         if not self.wanted:
             if self.settings.episodes and distributed.is_main():
@@ -127,9 +125,13 @@ class Demonstrations:
             self._lerobot, self.facts["demonstrations"] = found, found.facts()
 
     def check_policy(self, policy: VLAPolicy) -> None:
-        """Refuse a policy that cannot clone as asked: ``cloning.auxiliary`` of one without ``vision_features``."""
+        """Refuse a policy that cannot clone, or not as asked: ``cloning.auxiliary``, a folder of other chunks."""
         if self.wanted:
+            check_imitation(policy)
             check_vision_features(policy, self._auxiliary)
+            if isinstance(found := self._find(), DemonstrationSet):
+                found.check(self.spec, policy.chunk_size)
+                Samples(found.frames).split(self.settings.heldout)
 
     def check_executed(self, chunk_size: int) -> None:
         """Refuse demonstrations that do not show what came of each chunk, or in which something failed."""
@@ -288,8 +290,7 @@ def _describe(found: DemonstrationSet, spec: SimulatorSpec, settings: Mapping[st
     recording = found.facts["recording"]
     lines = [f"{found.folder}: {found.describe()}"]
     differing = [name for name, ours in settings.items() if recording.get(name, ours) != ours]
-    other = [f"{name} {recording[name]}, not {settings[name]}" for name in differing]
-    if other:
+    if other := [f"{name} {recording[name]}, not {settings[name]}" for name in differing]:
         lines.append(f"  recorded with other settings than demonstrations. has now: {'; '.join(other)}")
     theirs, here = found.facts["env"]["protocol_deviations"], list(spec.protocol_deviations)
     if theirs != here:

@@ -200,7 +200,8 @@ def _shown(found: Estimate, form: str = ".1f", unit: str = "%") -> str:
 
 def evaluations_of(run: Path) -> list[Found]:
     """List the finished evaluations of a training run, in their order; what its metrics.jsonl lacks was broken off."""
-    there = {int(path.name.rpartition("_")[2]): path for path in run.glob("evaluations/iteration_*")}
+    found = [(path.name.rpartition("_")[2], path) for path in run.glob("evaluations/iteration_*")]
+    there = {int(step): path for step, path in found if step.isdigit()}
     lines = entries(run / "metrics.jsonl")
     done = {step for step, episodes in points(lines, "eval/num_episodes") if episodes} if lines else there.keys()
     return [_find(there[step]) for step in sorted(there.keys() & done) if any(there[step].glob("eval*.jsonl"))]

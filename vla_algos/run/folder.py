@@ -20,7 +20,8 @@ from vla_common.settings import check_settings
 _OF_PROCESSES = ("sharding.shards", "sharding.reshard_after_forward", "sharding.cpu_offload", "offload.", "placement.")
 _TYPES = {"recipe": str, "greedy": bool, **dict.fromkeys(("env", "policy", "eval"), dict[str, Any])}  # that are read
 _EVAL = {"mean_of": list[str], "env": dict[str, Any] | None}
-_FIXED = ("seed", "env.id", "episode_order", "steering.", "replay.gamma", "replay.n_steps", "loss.target_entropy")
+_FIXED = ("seed", "env.id", "env.group_size", "group_size", "episode_order")
+_KEPT = ("policy.checkpoint", "steering.", "replay.gamma", "replay.n_steps", "loss.")  # of what is kept
 _LEFTOVERS = (".unfinished_*", ".old_*", "videos/**/.unfinished_*")  # Saver has those of checkpoints
 
 
@@ -98,7 +99,7 @@ def check_folder(config: SimpleNamespace, folder: Path) -> None:
         tqdm.write(f"{folder / 'config.yaml'} could not be read, so that nothing tells whether its settings were these")
         return
     other = _other(config, before, now)
-    fixed = [name for name in other if name.startswith(_FIXED)]
+    fixed = [name for name in other if name.startswith(_FIXED + (_KEPT if hasattr(config, "replay") else ()))]
     if getattr(config, "resume", None) == "force":
         other = fixed
     elif hasattr(config, "resume") and not fixed:

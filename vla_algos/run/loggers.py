@@ -238,7 +238,7 @@ def open_loggers(chosen: Mapping[str, Mapping[str, Any]], folder: Path, after: i
             reason = f"logger={name}: {str(error).strip().partition(chr(10))[0]}"
             if after is None:
                 offline = "space=null" if name == "trackio" else "mode=offline"
-                raise ValueError(f"{reason}; without a network type logger.{name}.{offline}") from error
+                raise OSError(f"{reason}; without a network type logger.{name}.{offline}") from error
             tqdm.write(f"warning: {reason}; the run continues without it")
     return found
 

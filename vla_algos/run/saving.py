@@ -220,8 +220,7 @@ def _room(part: Any, saved: SavedState, name: str) -> dict[str, Any] | None:
         if getattr(part, "optional", False):
             return None
         raise CheckpointError(f"{saved.folder} has no {name}: it is of another recipe; take another folder")
-    own = places(part) if isinstance(part, Optimizer) else getattr(part, "places", dict)()
-    return make_room(state, own)
+    return make_room(state, places(part) if isinstance(part, Optimizer) else getattr(part, "places", dict)())
 
 
 def _all_ranks_ok(read: Callable[..., T], *arguments: Any) -> tuple[T | None, str | None]:

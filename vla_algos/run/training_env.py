@@ -49,8 +49,7 @@ def save_training_env(
     """Write into a policy's folder what it was trained in: the settings ``env``, of which ``spec`` was made.
 
     What is of the machine or of the reward alone is left out. Of ``evaluation``, the settings of the run's evaluations,
-    the episodes are noted, and ``evaluated_on``, the id of their suite; of another one than that of ``env`` the seed
-    alone.
+    the episodes are noted, and ``evaluated_on``, the id of their suite; of another than that of ``env`` only the seed.
     """
     episodes = {name: evaluation[name] for name in EPISODES if name in evaluation}
     if evaluated_on not in (None, spec.id):

@@ -33,8 +33,7 @@ class SimulatorVectorEnv(VectorEnv):
     """``N`` simulators as a Gymnasium vector environment.
 
     Step by step it returns what Gymnasium's ``SyncVectorEnv`` returns over :class:`~vla_envs.gym.SimulatorEnv`, in each
-    autoreset mode, from a :class:`~vla_envs.workers.pool.WorkerPool`: few processes for many simulators, nothing
-    forked.
+    autoreset mode, from a :class:`~vla_envs.workers.pool.WorkerPool`: few processes for many simulators, none forked.
 
     With a ``chunk_size`` a step is a decision: actions are float32 ``[N, C, A]``, each simulator stops where its
     episode ends, one frame is drawn, the reward is the sum over the executed actions, and ``infos`` have ``step_mask``,

@@ -1,7 +1,7 @@
 """One LIBERO arm: shipped initial states, exact resets, cameras that are drawn only when observed."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -37,9 +37,7 @@ class LiberoSimulator:
         find_assets(spec.options["assets"])
         task_file(spec.tasks[0].group, spec.tasks[0].name)  # LIBERO-PRO's are elsewhere
 
-    @staticmethod
-    def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
-        check_gpus(gpus)
+    check_gpus = staticmethod(lambda spec, gpus: check_gpus(gpus))
 
     def reset(self, episode: Episode) -> None:
         """Restore the shipped initial state ``trial_id``; ``episode.seed`` has no influence.

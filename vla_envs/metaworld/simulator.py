@@ -3,7 +3,6 @@
 import sys
 import warnings
 import zlib
-from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -41,9 +40,7 @@ class MetaWorldSimulator:
     def check(spec: SimulatorSpec) -> None:
         _check_installed()
 
-    @staticmethod
-    def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
-        check_gpus(gpus)
+    check_gpus = staticmethod(lambda spec, gpus: check_gpus(gpus))
 
     def reset(self, episode: Episode) -> None:
         task = self.spec.task_of(episode)

@@ -1,6 +1,5 @@
 """RoboTwin behind the :class:`~vla_envs.simulator.ChunkSimulator` protocol: a chunk of actions is one motion."""
 
-from collections.abc import Sequence
 from itertools import islice
 
 import numpy as np
@@ -37,9 +36,7 @@ class RoboTwinSimulator:
         check_packages(options["path"], options["assets_path"], [task.name for task in spec.tasks], arms)
         check_driver()
 
-    @staticmethod
-    def check_gpus(spec: SimulatorSpec, gpus: Sequence[int]) -> None:
-        check_gpus(gpus)
+    check_gpus = staticmethod(lambda spec, gpus: check_gpus(gpus))
 
     def reset(self, episode: Episode) -> None:
         """Set the task up with the seed that the trial names; ``episode.seed`` decides nothing."""

@@ -64,8 +64,7 @@ def make_spec(
         suite: a task such as ``"place_empty_cup"``, several joined by ``+``, or ``"all"`` 46.
         task_config: RoboTwin's file of that name: ``"demo_randomized"`` draws backgrounds, light, clutter and the
             table's height.
-        embodiment: ``["aloha-agilex"]``, one robot with two arms, or ``["piper", "piper", 0.6]``, two and the metres
-            between them.
+        embodiment: ``["aloha-agilex"]``, one robot with two arms, or ``["piper", "piper", 0.6]``, two, 0.6 m apart.
         collect_wrist_camera: draw what the cameras in the hands see, left and right (``wrist_images``).
         center_crop: keep the middle 0.9 of each image's area, at 224 x 224 pixels.
         image_size: ``(height, width)`` that frames are reduced to, by averaging, or the pixels of a side; divisors of

@@ -90,7 +90,7 @@ def put_adapter(policy: Adaptable, folder: str | Path) -> dict[str, Entry]:
     (``modules_to_save``) replace the base's. Returns what :func:`fill_adapter` fills the layers with.
     FileNotFoundError: the folder is no adapter; ValueError: it is of another kind or another model.
     """
-    folder = Path(folder)
+    folder = Path(folder).expanduser()
     for file in (_CONFIG, _WEIGHTS):
         if not (folder / file).is_file():
             raise FileNotFoundError(f"{folder} is not a LoRA adapter: it has no {file}; pass the folder that has it")

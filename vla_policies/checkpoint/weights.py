@@ -244,8 +244,7 @@ def write_folder(
 ) -> list[str]:
     """Write small files and all weights, as one file unless ``shards`` may be several; returns the names.
 
-    ``files`` by name: bytes, tensors by name (``.safetensors``), or what JSON can say. Of sharded weights all processes
-    must call it.
+    ``files`` by name: bytes, tensors by name (``.safetensors``), or what JSON can say. If sharded, all must call it.
     """
 
     def write() -> None:
@@ -276,5 +275,4 @@ def _open(file: Path) -> Any:
 
 
 def _few(names: list[str], count: int = 5) -> str:
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(names[:count]) + more
+    return ", ".join(names[:count]) + (f" and {len(names) - count} more" if len(names) > count else "")

@@ -26,6 +26,7 @@ class FlowPolicy(VLAPolicy):
     rounding in others, such as all ``K`` steps in one pass.
     """
 
+    sampling_settings = ("num_steps", "noise_level", "joint_log_prob")
     sample_key = keys.DENOISED
     summed_times: ClassVar[bool] = True  # see flow.steps.times
     drawn_keys = (keys.DENOISE_CHAIN, keys.DENOISE_STEP, keys.DENOISED)
@@ -186,8 +187,7 @@ class FlowPolicy(VLAPolicy):
 
     def evaluate_actions(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:
         mean, std, value = self._stored_steps(tensordict)
-        reached = tensordict.get(keys.DENOISE_CHAIN)[:, 1:]
-        log_prob = self._trained(flow.log_prob(reached, mean, std).sum(1))
+        log_prob = self._trained(flow.log_prob(tensordict.get(keys.DENOISE_CHAIN)[:, 1:], mean, std).sum(1))
         return log_prob, self._trained(flow.entropy(std).sum(1)), None if value is None else value.mean(1)
 
     def _stored_steps(self, tensordict: TensorDictBase) -> tuple[Tensor, Tensor, Tensor | None]:

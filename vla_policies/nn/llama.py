@@ -3,6 +3,7 @@
 Touvron et al. 2023, arXiv 2307.09288. Importing this module does not import transformers; making a model does.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
@@ -39,6 +40,8 @@ class LlamaConfig:
         """Read the ``text_config`` of a ``config.json``; entries that do not shape the model are ignored."""
         known = {entry.name: text_config[entry.name] for entry in fields(cls) if entry.name in text_config}
         known.setdefault("num_key_value_heads", known.get("num_attention_heads", cls.num_attention_heads))
+        if not all(type(value) in (int, float) and 0 < value < math.inf for value in known.values()):
+            raise ValueError(f"text_config {known}: must be finite numbers above 0; copy config.json again")
         return cls(**known)
 
     @property

@@ -81,6 +81,10 @@ class PrismaticPolicy(ModelImages, PretrainedPolicy):
         self.preprocessor = ImagePreprocessor.from_config(
             folder.preprocessor, resize_method=config.image_resize, crop=config.center_crop
         )
+        if self.preprocessor.size != (size := (model.config.vision.image_size,) * 2):
+            raise ValueError(
+                f"{folder.path} makes images {self.preprocessor.size}, its model takes {size}; copy it again"
+            )
         self.prompts = Prompts(folder.path, config.max_prompt_length)
         self.model = model
         model.set_gradient_checkpointing(config.gradient_checkpointing)

@@ -108,8 +108,7 @@ class Pi0Model(PrefixModel):
             return actions.to(self.dtype), F.silu(self.time_mlp_out(F.silu(self.time_mlp_in(moment))))
         both = torch.cat([actions, moment.unsqueeze(1).expand_as(actions)], dim=-1)
         actions = self.action_time_mlp_out(F.silu(self.action_time_mlp_in(both)))
-        tokens = torch.cat([self.state_proj(state.to(dtype)).unsqueeze(1), actions], dim=1)
-        return tokens.to(self.dtype), None
+        return torch.cat([self.state_proj(state.to(dtype)).unsqueeze(1), actions], dim=1).to(self.dtype), None
 
     def velocity(
         self, prefix: PrefixCache, noisy_actions: Tensor, time: Tensor, state: Tensor

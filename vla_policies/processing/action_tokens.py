@@ -38,8 +38,7 @@ class ActionBins(nn.Module):
 
     def encode(self, actions: Tensor) -> Tensor:
         """Return the fractional tokens ``[..., A]`` of actions ``[..., A]``, clamped to the bounds."""
-        fraction = (actions - self.low) / (self.high - self.low)
-        return fraction.clamp(0.0, 1.0) * (self.num_bins - 1)
+        return ((actions - self.low) / (self.high - self.low)).clamp(0.0, 1.0) * (self.num_bins - 1)
 
     def expectation(self, logits: Tensor) -> Tensor:
         """Return the fractional token ``[..., A]`` that logits ``[..., A, num_bins]`` mean on average."""

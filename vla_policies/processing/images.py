@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from vla_policies.processing.jpeg import image_by_image, jpeg_round_trip
+from vla_policies.processing.normalization import numbers
 
 PRECISION_BITS = 22
 """Fixed-point fraction of Pillow's resampling weights for 8-bit images: 32 bits less 8 of a pixel and 2 of headroom."""
@@ -53,7 +54,10 @@ class ImagePreprocessor:
                 f"preprocessor_config.json describes {len(config['input_sizes'])} inputs of sizes {sorted(sizes)}; "
                 "OpenVLA has two, of one size"
             )
-        means, stds = (tuple(tuple(rgb) for rgb in config[name]) for name in ("means", "stds"))
+        what = "the colours of preprocessor_config.json"
+        means, stds = (tuple(numbers(rgb, what) for rgb in config[name]) for name in ("means", "stds"))
+        if {*map(len, means + stds)} != {3} or min(map(min, stds)) <= 0:
+            raise ValueError(f"{what} have {means=}, {stds=}: must be three of each, stds above 0; copy it again")
         return cls(means, stds, sizes.pop(), resize_method, crop)
 
     def resize(self, cameras: Sequence[Tensor]) -> Tensor:

@@ -58,8 +58,7 @@ class RemotePolicy(VLAPolicy):
 
     Whether it samples is the server's to say; there is nothing to learn here. A server of ours takes the observations
     of all environments in one message, so that it computes what a policy in this process would; others get one for
-    each, all before the first answer is waited for. Outside of :func:`vla_algos.evaluate` each row is one episode
-    that does not end.
+    each, all before the first answer is waited for. Outside of :func:`vla_algos.evaluate` no row's episode ends.
     """
 
     family: ClassVar[str] = "server"

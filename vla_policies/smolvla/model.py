@@ -129,8 +129,7 @@ class SmolVLAModel(PrefixModel):
         """Return velocities (noise minus action) float32 ``[N, H, action_dim]``, hidden states ``[N, H, width]``.
 
         ``prefix`` has the state (:meth:`add_state`); ``noisy_actions`` are padded ``[N, H, action_dim]``, ``time``
-        ``[N]`` from 1 (noise) to 0 (action). An action sees the state and the actions before, where layers do not
-        cross.
+        ``[N]`` from 1 (noise) to 0 (action). An action sees state and earlier actions where layers do not cross.
         """
         dtype = self.action_in_proj.weight.dtype  # float32 also in a bfloat16 model
         actions = self.action_in_proj(noisy_actions.to(dtype))

@@ -149,11 +149,20 @@ def test_a_broken_record_is_put_aside(content, tmp_path, capsys):
     assert (folder / "run.json.broken").read_bytes() == content
 
 
-@pytest.mark.parametrize(("changed", "name"), [({"seed": 1}, "seed"), ({"replay": {"gamma": 0.9}}, "replay.gamma")])
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"seed": 1}, "seed"),
+        ({"replay": {"gamma": 0.9}}, "replay.gamma"),
+        ({"policy": {"checkpoint": "other"}}, "policy.checkpoint"),
+        ({"loss": {"critics": 2}}, "loss.critics"),
+    ],
+)
 def test_what_is_kept_was_made_with_cannot_be_forced(changed, name, tmp_path):
-    start(tmp_path, replay={"gamma": 0.98})
+    kept = {"replay": {"gamma": 0.98}, "policy": {"checkpoint": "one"}, "loss": {"critics": 4}}
+    start(tmp_path, **kept)
     save(tmp_path / "checkpoints", 1)
-    again = {"replay": {"gamma": 0.98}, "iterations": 9, "resume": "force", "optim": {"lr": 1e-4}}
+    again = {**kept, "iterations": 9, "resume": "force", "optim": {"lr": 1e-4}}
     start(tmp_path, **again)
     with pytest.raises(
         ValueError, match=rf"other settings:\n  {name}: \S+ there, \S+ now\n  take another folder: hydra"

@@ -273,7 +273,7 @@ def test_a_service_that_cannot_begin_refuses_a_new_run_and_not_one_that_is_resum
         raise RuntimeError("timed out\nafter 90 s")
 
     monkeypatch.setitem(loggers._CLASSES, "wandb", fail)
-    with pytest.raises(ValueError, match=r"^logger=wandb: timed out; .* type logger\.wandb\.mode=offline$"):
+    with pytest.raises(OSError, match=r"^logger=wandb: timed out; .* type logger\.wandb\.mode=offline$"):
         open_loggers({"tensorboard": {}, "wandb": {}}, tmp_path)
     assert [logger.name for logger in open_loggers({"tensorboard": {}, "wandb": {}}, tmp_path, 3)] == ["tensorboard"]
     assert "logger=wandb: timed out; the run continues without it" in capsys.readouterr().out

@@ -216,6 +216,10 @@ def test_unusable_images_and_preprocessors_are_refused(preprocessor):
         ({"interpolations": ["bilinear", "bilinear"]}, "bilinear"),
         ({"input_sizes": [[3, 224, 224], [3, 384, 384]]}, "of one size"),
         ({"input_sizes": [[3, 224, 224]]}, "1 inputs"),
+        ({"means": [[0.5, 0.5, float("nan")], [0.5, 0.5, 0.5]]}, "must be a list of finite numbers"),
+        ({"means": "ab"}, "must be a list of finite numbers"),
+        ({"stds": [[0.5, 0.5, 0.0], [0.5, 0.5, 0.5]]}, "stds above 0"),
+        ({"stds": [[0.5, 0.5], [0.5, 0.5, 0.5]]}, "three of each"),
     ],
 )
 def test_a_preprocessor_config_of_another_model_is_refused(change, message):

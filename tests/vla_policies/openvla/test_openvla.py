@@ -1,6 +1,7 @@
 """OpenVLA against the reference's numbers, the policy contract, checkpoints and LoRA."""
 
 import json
+import shutil
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -370,6 +371,23 @@ def test_recipes_load_a_checkpoint_for_the_environment_they_have(folder, tmp_pat
         make_policy(libero(), family="openvla", checkpoint=tmp_path, lora_rank=8)
     with pytest.raises(ValueError, match=r"policy.lora_alpha and policy.lora_targets need policy.lora_rank"):
         make_policy(libero(), family="openvla", checkpoint=folder, lora_alpha=8)
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("preprocessor_config.json", {"input_sizes": [[3, 4000, 4000]] * 2}, r"makes images \(4000, 4000\), its model"),
+        ("config.json", {"text_config": {"rms_norm_eps": float("nan")}}, "must be finite numbers above 0"),
+        ("config.json", {"text_config": {"num_attention_heads": 0}}, "must be finite numbers above 0"),
+    ],
+)
+def test_small_files_that_would_move_the_robot_by_chance_are_refused(file, change, message, folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "copy")
+    content = json.loads((folder / file).read_text())
+    change = {name: value if isinstance(value, list) else content[name] | value for name, value in change.items()}
+    change_json(tmp_path / "copy" / file, **change)
+    with pytest.raises(ValueError, match=message):
+        OpenVLA.from_pretrained(tmp_path / "copy", benchmark="libero")
 
 
 def test_recipes_refuse_what_does_not_fit_a_checkpoint(folder, tmp_path):
