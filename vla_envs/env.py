@@ -385,7 +385,8 @@ class VLAEnv(EnvBase):
         saved = state_dict.get("episodes", [None] * self.num_envs)
         if len(saved) != self.num_envs:
             raise ValueError(f"the saved run had {len(saved)} environments, this one has {self.num_envs}")
-        if "statistics" in state_dict and (size := state_dict["statistics"]["step_mask"].shape[1]) != self.chunk_size:
+        mask = state_dict.get("statistics", {}).get(keys.STEP_MASK)
+        if mask is not None and (size := mask.shape[1]) != self.chunk_size:
             raise ValueError(f"the saved run had chunk_size={size}, this one has {self.chunk_size}")
         self.interactions += 1
         self.drop_under_way()
