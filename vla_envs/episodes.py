@@ -120,8 +120,8 @@ class EpisodeSampler:
         for name, value in self._identity().items():
             if (saved := state.get(name, value)) != value:
                 raise ValueError(
-                    f"the saved episode sampler had {name}={saved!r}, this one has {value!r}; "
-                    "resume with the settings of the saved run, or start a new run"
+                    "resume with the settings of the saved run, or start a new run: "
+                    f"the saved episode sampler had {name}={saved!r}, this one has {value!r}"
                 )
         self._drawn = state["drawn"]
         if self.mode == "learnable":

@@ -317,7 +317,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
 
     @classmethod
     def _merge(cls, path: Path, stored: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
-        stored |= {name: settings[name] for name in settings.keys() & set(cls.sampling_settings)}
+        stored = stored | {name: settings[name] for name in settings.keys() & set(cls.sampling_settings)}
         check_unchanged(cls, path, {**defaults_of(cls), **stored}, settings)
         return as_tuples(stored)
 

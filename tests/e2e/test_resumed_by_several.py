@@ -182,7 +182,10 @@ def test_one_process_goes_on_from_two_and_two_from_one(case, folder, root, alone
     assert found["state"] == [1, 2]
     said = capsys.readouterr().out
     assert said.count("processes") == 1
-    assert "this run has 1: weights and optimizer continue, episodes and random numbers begin again" in said
+    assert (
+        "step_00000002 is of 2 processes, this run has 1: weights and optimizer continue, episodes and random numbers "
+        "begin again"
+    ) in said
 
     from_one = [found[case]["from one"] for found in results]
     for each in from_one:

@@ -431,10 +431,7 @@ def test_one_process_records_at_a_time(tmp_path):
     [
         (["demonstrations.folder=FOLDER"], r"no demonstrations are here, dataset.json is missing"),
         (["demonstrations.folder=SET", "env.image_size=48"], r"type image_size=\[32,32\] as it was recorded"),
-        (
-            ["demonstrations.folder=SET", "env.id=metaworld/reach-v3", "env.reset_ranges=null", "eval.seed=7"],
-            "eval.seed=7 is the family of in",
-        ),
+        ([*OF_SET, "eval.seed=7"], "eval.seed=7 is the family of in"),
         ([*OF_SET, "policy.chunk_size=6"], r"are for chunks of at most 5, the policy has 6"),
         ([*OF_SET, "demonstrations.heldout=0.1"], r"heldout=0.1: no demonstration is held out"),
         (["demonstrations.heldout=0.1"], r"heldout=0.1: no demonstration is held out, of each task trials 9, 19, 29"),

@@ -8,6 +8,7 @@ from tensordict import TensorDict
 from toy import ToyActorCritic
 
 from vla_algos import SelfImitation, distributed
+from vla_algos.interventions import Interventions
 from vla_algos.run.plain_state import from_json, to_json
 from vla_algos.self_imitation import in_solved_episodes
 from vla_common.keys import DONE, NEXT, STATES, STEP_MASK, SUCCESS, TASK_ID, TRIAL_ID
@@ -131,6 +132,8 @@ def test_nothing_is_kept_without_a_coefficient():
 def test_a_policy_without_imitation_loss_is_refused():
     with pytest.raises(ValueError, match=r"ToyActorCritic has no imitation_loss: .* self_imitation\.coeff=0"):
         SelfImitation(ToyActorCritic(), coeff=1.0)
+    with pytest.raises(ValueError, match=r"ToyActorCritic has no imitation_loss: .*demonstrations\.episodes=0"):
+        Interventions(ToyActorCritic())
 
 
 def imitate(rows, shards=None):

@@ -21,7 +21,7 @@ _OF_PROCESSES = ("sharding.shards", "sharding.reshard_after_forward", "sharding.
 _TYPES = {"recipe": str, "greedy": bool, **dict.fromkeys(("env", "policy", "eval"), dict[str, Any])}  # that are read
 _EVAL = {"mean_of": list[str], "env": dict[str, Any] | None}
 _FIXED = ("seed", "env.id", "env.group_size", "group_size", "episode_order")
-_KEPT = ("policy.checkpoint", "steering.", "replay.gamma", "replay.n_steps", "loss.")  # of what is kept
+_KEPT = ("policy.checkpoint", "steering.", "replay.gamma", "replay.n_steps", "loss.")  # of a replay
 _LEFTOVERS = (".unfinished_*", ".old_*", "videos/**/.unfinished_*")  # Saver has those of checkpoints
 
 

@@ -121,7 +121,8 @@ def _quantised(plane: Tensor, table: tuple[tuple[int, ...], ...]) -> Tensor:
     rows = ((blocks.double() @ matrix.T) / (1 << (_DCT_BITS - 2)) + 0.5).floor_()
     columns = (torch.einsum("ki,nhiwj->nhkwj", matrix, rows) / (1 << (_DCT_BITS + 2)) + 0.5).floor_()
     levels = columns.sign() * ((columns.abs() + divisor // 2) / divisor).floor_()
-    spatial = _fast_inverse(_fast_inverse(levels.to(torch.int32) * multiplier, 2), 4)
+    coefficients = levels.to(torch.int32) * multiplier
+    spatial = _fast_inverse(_fast_inverse(coefficients, 2), 4)
     return ((spatial >> 5) + 128).clamp_(0, 255).flatten(3, 4).flatten(1, 2)
 
 
