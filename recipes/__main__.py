@@ -188,7 +188,7 @@ def _serve(chosen: argparse.Namespace) -> Iterable[str]:
     from vla_policies.cli import policy_of, read_setting
     from vla_policies.serving import serve_folder
 
-    settings = dict(map(read_setting, chosen.settings))
+    settings = {name: value for name, value in map(read_setting, chosen.settings) if value is not None}
     names = {key: name.split(",") for key, _, name in (each.partition("=") for each in chosen.names)}
     options = {"sample": chosen.sample, "max_batch": chosen.max_batch, "max_wait": chosen.max_wait / 1000}
     place = chosen.protocol.replace("-", "_"), chosen.host, chosen.port

@@ -296,12 +296,13 @@ def per_rank(total: int, what: str, processes: int | None = None) -> int:
     return total // processes
 
 
-def all_gather_object(mine: T) -> list[T]:
-    """Return what each process has, in the order of their numbers; on the CPU, and small."""
-    if world_size() == 1:
+def all_gather_object(mine: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Return what each process, or each of a ``group``, has, in the order of their ranks; on the CPU, and small."""
+    if group is None and world_size() == 1:
         return [mine]
-    gathered: list[Any] = [None] * world_size()
-    dist.all_gather_object(gathered, mine, group=_group())
+    group = group or _group()
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
     return gathered
 
 

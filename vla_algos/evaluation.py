@@ -176,8 +176,6 @@ class EvaluationResult:
     def metrics(self, prefix: str = "eval") -> dict[str, float]:
         """Return means over the finished episodes and of every task and group; of :attr:`mean_of` ``mean/...``."""
         metrics = {
-            "success_once": self.success_once,
-            "success_at_end": _mean(result.success_at_end for result in self.finished),
             "return": _mean(result.episode_return for result in self.finished),
             "episode_len": _mean(result.episode_len for result in self.finished),
             "num_episodes": len(self.finished),
@@ -391,8 +389,8 @@ def evaluate(
 
 
 def _warn_of_other_training(policy: Policy, spec: SimulatorSpec) -> None:
-    note = Path(getattr(policy, "loaded_from", None) or "") / TRAINING_ENV
-    if not note.is_file():
+    folder = getattr(policy, "loaded_from", None)
+    if folder is None or not (note := Path(folder) / TRAINING_ENV).is_file():
         return
     trained = read_json(note)
     env, then = trained.get("env"), _seen(trained.get("protocol_deviations"))

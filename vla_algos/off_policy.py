@@ -113,7 +113,7 @@ class Replay:
         batch_size: Count = 128,
     ):
         self.folder, self.capacity, self.batch_size = Path(folder), capacity, batch_size
-        self.gamma, self.n_steps = gamma, n_steps
+        self._asked, self.gamma, self.n_steps = capacity or 0, gamma, n_steps
         self._buffer: TensorDictReplayBuffer | None = None
         self._digests: list[str] = []  # of the segments
 
@@ -166,7 +166,7 @@ class Replay:
         """Read the segments of :meth:`state_dict`; ``ChecksumError`` if one is not what was written."""
         self._buffer = None
         self._digests = state["digests"]
-        self.capacity = (self.capacity or 0) + state.get("decisions", 0)  # a run of other settings may have kept more
+        self.capacity = self._asked + state.get("decisions", 0)  # a run of other settings may have kept more
         for number, digest in enumerate(self._digests):
             content = self._segment(number).read_bytes()
             if hashlib.sha256(content).hexdigest() != digest:

@@ -66,9 +66,10 @@ class SelfImitation:
         if not self.coeff:
             return
         solved = in_solved_episodes(batch[NEXT, SUCCESS], batch[NEXT, DONE]).squeeze(-1)
-        new = batch.select(*self.policy.loss_keys, ACTION, TASK_ID, TRIAL_ID)[solved].cpu()
+        needed = [key for key in self.policy.loss_keys if key not in getattr(self.policy, "drawn_keys", ())]
+        new = batch.select(*needed, ACTION, TASK_ID, TRIAL_ID)[solved].cpu()
         new[STEP_MASK] = batch[NEXT, STEP_MASK][solved].cpu()
-        parts = [part for part in (self._stored, distributed.all_gather(new)) if part is not None]
+        parts = [part.select(*new.keys()) for part in (self._stored, distributed.all_gather(new)) if part is not None]
         self._stored = torch.cat(parts)[-self.capacity :].clone()
 
     def add_gradient(self) -> None:

@@ -186,10 +186,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
         ``tensordict`` has observations, ``prompt_tokens`` and ``action`` in the simulator's units. ``sigma`` is the
         width of soft labels, for policies that have them, as a fraction of half the range.
         """
-        raise NotImplementedError(
-            f"{type(self).__name__} has no imitation_loss, which behaviour cloning needs; set "
-            "demonstrations.episodes=0, or start from policy.checkpoint"
-        )
+        raise NotImplementedError(f"{type(self).__name__} has no imitation_loss")
 
     def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
         """Set the normalisation of ``states``, two tensors ``[S]``, before a new policy learns from demonstrations.

@@ -274,6 +274,10 @@ def test_an_evaluation_of_a_training_that_was_broken_off_is_no_result(tmp_path, 
     write(run / "evaluations/iteration_10000/eval.jsonl", results(0)[:2])  # no gap: the first two have ended
     (run / "evaluations/iteration_0900_copy").mkdir()
     assert "before iteration_0000, after iteration_0900" in said(capsys, run)
+    of_run = run / "evaluations"
+    typed = said(capsys, of_run / "iteration_0900", of_run / "iteration_10000")
+    assert f"{of_run / 'iteration_10000'} is not finished" in typed
+    assert typed.count("is not finished") == 1
 
 
 @pytest.mark.parametrize(

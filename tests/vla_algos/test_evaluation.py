@@ -104,6 +104,13 @@ def test_a_policy_that_was_trained_in_another_environment(tmp_path, recwarn):
         evaluate(env, policy, GRID[:2])
 
 
+def test_a_policy_without_a_folder_is_not_the_one_of_the_working_folder(tmp_path, monkeypatch, recwarn):
+    (tmp_path / TRAINING_ENV).write_text(json.dumps({"evaluated_on": "metaworld/reach-v3"}))
+    monkeypatch.chdir(tmp_path)
+    evaluate(ToyEnv(2), LookingPolicy(), GRID[:2])
+    assert not [each for each in recwarn if "was trained" in str(each.message)]
+
+
 def test_numbers_and_table():
     result = evaluate(ToyEnv(4), LookingPolicy(), GRID, observe=slow_low)
     metrics = result.metrics()

@@ -42,6 +42,16 @@ def test_each_entry_may_have_its_own_noise(policy, monkeypatch):
     assert noise[:, 1].std() > 1 > 0.2 > noise[:, 2].std() > 0
 
 
+def test_a_policy_that_has_learnt_keeps_the_normalisation_of_its_states(policy):
+    data = demonstrations(policy)
+    BehaviourCloning(policy, data, steps=1)
+    learnt = {name: tensor.clone() for name, tensor in policy.named_buffers()}
+    assert torch.allclose(learnt["encoder.state_mean"], data[keys.STATES].mean(0))
+    data[keys.STATES] = 3 * data[keys.STATES] + 1
+    BehaviourCloning(policy, data, steps=1)  # a round of DAgger; sft.py of a checkpoint
+    assert all(torch.equal(tensor, learnt[name]) for name, tensor in policy.named_buffers())
+
+
 def test_one_state_is_enough_and_a_loss_that_is_not_finite_ends_it(policy):
     one = demonstrations(policy)[:1]
     cloning = BehaviourCloning(policy, one, steps=1)

@@ -227,11 +227,15 @@ def test_what_was_saved_continues_bit_by_bit(tmp_path):
 def test_a_segment_that_was_changed_is_refused(tmp_path):
     replay = Replay(tmp_path / "replay", 100)
     replay.extend([episode(5)])
-    state = replay.state_dict()
-    file = tmp_path / "replay" / "segment_00001.safetensors"
+    before = replay.state_dict()
+    replay.extend([episode(6)])
+    file = tmp_path / "replay" / "segment_00002.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"x")
-    with pytest.raises(ValueError, match=r"segment_00001\.safetensors is not what the run wrote"):
-        Replay(tmp_path / "replay", 100).load_state_dict(state)
+    again = Replay(tmp_path / "replay", 100)
+    with pytest.raises(ValueError, match=r"segment_00002\.safetensors is not what the run wrote"):
+        again.load_state_dict(replay.state_dict())
+    again.load_state_dict(before)  # of the checkpoint before it
+    assert again.capacity == 100 + again.decisions == 100 + before["decisions"]
 
 
 def test_nothing_is_forgotten_where_a_run_resumes_with_fewer_episodes(tmp_path):

@@ -5,13 +5,14 @@ import torch
 from decisions import decisions
 from forked import together
 from tensordict import TensorDict
+from tiny_policies import small_flow
 from toy import ToyActorCritic
 
 from vla_algos import SelfImitation, distributed
 from vla_algos.interventions import Interventions
 from vla_algos.run.plain_state import from_json, to_json
 from vla_algos.self_imitation import in_solved_episodes
-from vla_common.keys import DONE, NEXT, STATES, STEP_MASK, SUCCESS, TASK_ID, TRIAL_ID
+from vla_common.keys import DENOISE_CHAIN, DONE, NEXT, STATES, STEP_MASK, SUCCESS, TASK_ID, TRIAL_ID
 from vla_policies import SmallVLA, SmallVLAConfig
 from vla_policies.sharding import shard
 
@@ -119,6 +120,20 @@ def test_a_checkpoint_keeps_them():
     without = SelfImitation(policy)
     without.load_state_dict(solved.state_dict())
     assert without.state_dict() == {}
+
+
+def test_a_flow_may_sample_otherwise_after_a_resume():
+    """With other denoising steps, of which no weight depends; what was drawn is not kept."""
+    before, after = small_flow(None), small_flow(None, num_steps=3)
+    solved, resumed = (SelfImitation(policy, coeff=1.0, batch_size=2) for policy in (before, after))
+    solved.extend(rollout(before))
+    assert DENOISE_CHAIN in before.loss_keys
+    assert DENOISE_CHAIN not in solved.state_dict()
+    resumed.load_state_dict(solved.state_dict() | {DENOISE_CHAIN: torch.zeros(10, 3)})  # of an older version
+    resumed.extend(rollout(after, seed=1))
+    resumed.add_gradient()
+    assert resumed.metrics()["self_imitation/decisions"] == 20
+    assert gradients(after)
 
 
 def test_nothing_is_kept_without_a_coefficient():

@@ -124,7 +124,7 @@ def save_checkpoint(root: Path, step: int, snapshot: Snapshot, group: dist.Proce
     """
     final, temporary = root / f"step_{step:08d}", unfinished(root, step)
     digests, error = _attempt(lambda: _write_part(temporary, snapshot))
-    there = _gathered((digests, error and str(error)), group)
+    there = distributed.all_gather_object((digests, error and str(error)), group)
     problem = next((text for _, text in there if text is not None), None)
     if snapshot.rank == 0:
         if problem is None:
@@ -133,7 +133,7 @@ def save_checkpoint(root: Path, step: int, snapshot: Snapshot, group: dist.Proce
             problem = error and str(error)
         if problem is not None:
             shutil.rmtree(temporary, ignore_errors=True)
-    problem = _gathered(problem, group)[0]  # rank 0 has heard of all
+    problem = distributed.all_gather_object(problem, group)[0]  # rank 0 has heard of all
     if error is not None and not isinstance(error, _WRITING):
         raise error
     if problem is not None:
@@ -146,15 +146,6 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, Exception | None]:
         return work(), None
     except Exception as error:  # the others wait to hear of it
         return {}, error
-
-
-def _gathered(mine: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """Return what each process of a group has, in the order of their ranks; that of one alone where there is none."""
-    if group is None:
-        return [mine]
-    found: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
-    return found
 
 
 def _write_part(folder: Path, snapshot: Snapshot) -> dict[str, str]:

@@ -189,7 +189,9 @@ def _seeds_of(runs: Sequence[Path]) -> Iterator[tuple[str, Seeds]]:
 
 
 def _unfinished(place: Path | str, results: Sequence[EpisodeResult]) -> Iterator[str]:
-    broken_off = (Path(place) / IDENTITY).exists() and not (Path(place) / "metrics.json").exists()
+    own = Path(place).absolute()
+    broken_off = (own / IDENTITY).exists() and not (own / "metrics.json").exists()
+    broken_off |= not _evaluations(own.parent.parent).get(own, True)
     if broken_off or [each.index for each in results] != list(range(len(results))):
         yield f"{place} is not finished, and solved episodes end first: its rates are too high; type its command again"
 
@@ -199,12 +201,18 @@ def _shown(found: Estimate, form: str = ".1f", unit: str = "%") -> str:
 
 
 def evaluations_of(run: Path) -> list[Found]:
-    """List the finished evaluations of a training run, in their order; what its metrics.jsonl lacks was broken off."""
+    """List the finished evaluations of a training run, in their order."""
+    finished = [path for path, done in _evaluations(run).items() if done]
+    return [_find(path) for path in finished if any(path.glob("eval*.jsonl"))]
+
+
+def _evaluations(run: Path) -> dict[Path, bool]:
+    """Say which evaluations of a training run, in order, finished; what its metrics.jsonl lacks was broken off."""
     found = [(path.name.rpartition("_")[2], path) for path in run.glob("evaluations/iteration_*")]
     there = {int(step): path for step, path in found if step.isdigit()}
     lines = entries(run / "metrics.jsonl")
     done = {step for step, episodes in points(lines, "eval/num_episodes") if episodes} if lines else there.keys()
-    return [_find(there[step]) for step in sorted(there.keys() & done) if any(there[step].glob("eval*.jsonl"))]
+    return {there[step]: step in done for step in sorted(there)}
 
 
 def _mean_of(found: Found) -> list[str]:

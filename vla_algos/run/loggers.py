@@ -105,7 +105,7 @@ class _Service(Logger):
         self._run.log(metrics, step=step)
 
     def _video(self, path: Path) -> Any:
-        return importlib.import_module(self.name).Video(str(path), caption=path.stem)
+        return importlib.import_module(self.name).Video(str(path), caption=path.stem, format="mp4")
 
 
 class _Wandb(_Service):
@@ -126,11 +126,6 @@ class _Wandb(_Service):
 
     def _give(self, metrics: dict[str, Any], step: int) -> None:
         self._logger.log_metrics(metrics, step=step)
-
-    def _video(self, path: Path) -> Any:
-        import wandb
-
-        return wandb.Video(str(path), caption=path.stem, format="mp4")
 
     def log_settings(self, settings: Mapping[str, Any]) -> None:
         self._logger.log_hparams(dict(settings))

@@ -182,7 +182,7 @@ class Saver:
         try:
             work()
         except (OSError, RuntimeError, SafetensorError) as raised:  # of a full disk
-            problem, error = str(raised), raised
+            problem, error = str(raised) or type(raised).__name__, raised
         if (problem := next(filter(None, distributed.all_gather_object(problem)), None)) is not None:
             raise OSError(f"{self.root / f'step_{iteration:08d}'} could not be written: {problem}") from error
 

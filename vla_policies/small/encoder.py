@@ -164,8 +164,10 @@ class SmallPolicy(VLAPolicy):
         return self.encoder.vision_features
 
     def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
-        self.encoder.state_mean.copy_(state_mean)
-        self.encoder.state_std.copy_(state_std)
+        mean, std = self.encoder.state_mean, self.encoder.state_std
+        if not mean.any() and (std == 1).all():  # of a new policy: what was learnt is of those that it has
+            mean.copy_(state_mean)
+            std.copy_(state_std)
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
         return self.encoder.text.tokenize(task_descriptions).to(self.encoder.state_mean.device)

@@ -12,6 +12,7 @@ import subprocess
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -289,6 +290,14 @@ def test_digests_are_those_of_sha256sum(tmp_path):
     assert (folder / "SHA256SUMS").read_text() == "".join(expected)
     done = subprocess.run(["sha256sum", "-c", "SHA256SUMS"], cwd=folder, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "".join(f"{name}: OK\n" for name in files))
+
+
+def test_a_policy_that_cannot_be_saved_and_does_not_say_why_leaves_no_checkpoint(tmp_path):
+    run, _ = run_of(tmp_path)
+    run.policy.save_pretrained = Mock(side_effect=RuntimeError)
+    with pytest.raises(OSError, match=r"step_00000001 could not be written: RuntimeError"):
+        run.finish(1, publish=True)
+    assert not list((tmp_path / "checkpoints").iterdir())
 
 
 @pytest.mark.parametrize("error", [ChecksumError("segment_00003 is not what the run wrote"), FileNotFoundError("none")])

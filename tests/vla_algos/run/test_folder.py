@@ -113,6 +113,9 @@ def test_a_refused_or_failed_start_changes_nothing(tmp_path):
     with pytest.raises(ValueError, match=r"optim.lr: 0.001 there, 0.01 now"):
         open_folder(settings(optim={"lr": 0.01}), folder)
     open_folder(settings(optim={"lr": 0.01}, resume="force"), folder).release()  # then resuming fails
+    with pytest.raises(ValueError, match="iterations: None there, 9 now"):
+        open_folder(settings(iterations=9), folder)
+    open_folder(settings(iterations=9, resume="elastic"), folder).release()
     assert before == ((folder / "config.yaml").read_bytes(), (folder / "run.json").read_bytes())
     start(folder)  # the right command
 
@@ -154,12 +157,13 @@ def test_a_broken_record_is_put_aside(content, tmp_path, capsys):
     [
         ({"seed": 1}, "seed"),
         ({"replay": {"gamma": 0.9}}, "replay.gamma"),
-        ({"policy": {"checkpoint": "other"}}, "policy.checkpoint"),
+        ({"policy": {"checkpoint": "other", "num_steps": 5}}, "policy.checkpoint"),
+        ({"policy": {"checkpoint": "one", "num_steps": 3}}, "policy.num_steps"),  # of which a noise is another action
         ({"loss": {"critics": 2}}, "loss.critics"),
     ],
 )
 def test_what_is_kept_was_made_with_cannot_be_forced(changed, name, tmp_path):
-    kept = {"replay": {"gamma": 0.98}, "policy": {"checkpoint": "one"}, "loss": {"critics": 4}}
+    kept = {"replay": {"gamma": 0.98}, "policy": {"checkpoint": "one", "num_steps": 5}, "loss": {"critics": 4}}
     start(tmp_path, **kept)
     save(tmp_path / "checkpoints", 1)
     again = {**kept, "iterations": 9, "resume": "force", "optim": {"lr": 1e-4}}
