@@ -191,7 +191,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
     def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
         """Set the normalisation of ``states``, two tensors ``[S]``, before a new policy learns from demonstrations.
 
-        Nothing is done where the statistics are the checkpoint's.
+        All cloning calls it; nothing is done where they are a checkpoint's, or of what the policy has learnt before.
         """
 
     def take_statistics(self, name: str, actions: Tensor, states: Tensor, step_mask: Tensor) -> None:

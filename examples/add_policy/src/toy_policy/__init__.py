@@ -88,9 +88,10 @@ class ToyPolicy(VLAPolicy):
         return -self._stored(tensordict)[0].log_prob(wanted).mean(-1)
 
     def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
-        """Normalisation of the states, from the demonstrations."""
-        self.state_mean.copy_(state_mean)
-        self.state_std.copy_(state_std)
+        """Normalisation of the states, from the first demonstrations: what was learnt is of those that it has."""
+        if not self.state_mean.any():
+            self.state_mean.copy_(state_mean)
+            self.state_std.copy_(state_std)
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
         """Hash the words of each instruction: int64 ``[N, MAX_WORDS]``, padded with 0."""
