@@ -47,9 +47,9 @@ def also_called(name: str, known: Iterable[str]) -> list[str]:
 
 def unknown_name(kind: str, name: str, known: Iterable[str], example: str | None = None) -> ValueError:
     """Make a ``ValueError`` for a misspelt name that offers the nearest known ones."""
-    known = list(known)
+    known = [*filter(None, known)]  # a task may be of no group
     message = f"unknown {kind} {name!r}"
     if near := nearest_names(name, known):
         return ValueError(f"{message}; did you mean {' or '.join(near)}?")
-    shown = ", ".join(known[:12]) + (", ..." if len(known) > 12 else "")
+    shown = (", ".join(known[:12]) or "none") + (", ..." if len(known) > 12 else "")
     return ValueError(f"{message}; known are {shown}" + (f" (for example {example})" if example else ""))

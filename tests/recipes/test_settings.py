@@ -138,6 +138,7 @@ ABLATIONS = (
             ["env=metaworld", "eval.trials=null", "eval.mean_of=[easy,very hard]"],
             "unknown group in eval.mean_of 'very hard'; did you mean very_hard",
         ),
+        ("ppo", ["env=calvin", "eval.mean_of=[easy]"], "unknown group in eval.mean_of 'easy'; known are none"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_error_before_any_work(name, overrides, message, tmp_path, monkeypatch):
