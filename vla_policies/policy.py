@@ -198,7 +198,7 @@ class VLAPolicy(ReferenceWeights, TensorDictModuleBase):
         """Normalise by the statistics of demonstrations ``name`` from now on, not by the checkpoint's; they are saved.
 
         ``actions`` are float32 ``[K, C, A]`` in the simulator's units, of which bool ``step_mask`` ``[K, C]`` count,
-        and ``states`` ``[K, S]``. A policy that is made new does nothing: :meth:`set_statistics` is for its states.
+        and ``states`` ``[K, S]``. Nothing is done by default.
         """
 
     def critic_parameters(self) -> Iterator[nn.Parameter]:

@@ -50,6 +50,8 @@ def test_a_policy_that_has_learnt_keeps_the_normalisation_of_its_states(policy):
     data[keys.STATES] = 3 * data[keys.STATES] + 1
     BehaviourCloning(policy, data, steps=1)  # a round of DAgger; sft.py of a checkpoint
     assert all(torch.equal(tensor, learnt[name]) for name, tensor in policy.named_buffers())
+    policy.take_statistics("others", *(data[key] for key in (keys.ACTION, keys.STATES, keys.STEP_MASK)))  # if asked to
+    assert torch.allclose(policy.encoder.state_mean, 3 * learnt["encoder.state_mean"] + 1)
 
 
 def test_one_state_is_enough_and_a_loss_that_is_not_finite_ends_it(policy):

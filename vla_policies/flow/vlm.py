@@ -93,7 +93,6 @@ class VLMFlowPolicy(ModelImages, FlowPolicy, PretrainedPolicy):
         self.loss_keys = (keys.MODEL_IMAGES, keys.STATES, keys.PROMPT_TOKENS, *self.drawn_keys)
         model.set_gradient_checkpointing(config.gradient_checkpointing)
         self.freeze()
-        self.num_values = 1 if config.value_head else 0
         if config.value_head:
             widths = sizes.language.width, sizes.expert.width
             stored.check_value_input(config.value_after_vlm, *widths, self.vlm_name)

@@ -68,7 +68,6 @@ class SmallFlow(SmallPolicy, FlowPolicy):
         self.action_out = nn.Linear(dim, self.action_dim)
         nn.init.zeros_(self.action_out.weight)
         nn.init.zeros_(self.action_out.bias)
-        self.num_values = 1 if config.value_head else 0
         self.value_head = make_value_head(dim, 1) if config.value_head else None
 
     def repeat(self, observed: Tensor, count: int) -> Tensor:
