@@ -47,6 +47,8 @@ def train(config: SimpleNamespace, run: Run) -> None:
     update, spec = config.update, make_env_spec(config.env)
     own_env = own_share(config.env, spec, config.pipeline)
     held_out, demonstrations = HeldOut(run, spec), Demonstrations(config, spec, always=True)
+    if config.policy.get("checkpoint") and demonstrations.settings.statistics == "demonstrations":
+        raise ValueError("demonstrations.statistics=demonstrations: policy.checkpoint learns nothing; leave it out")
     films = TrainVideos(run, spec, **config.train_videos)
     run.say(held_out.describe())
     if not (demonstrations.wanted or config.policy.get("checkpoint")):

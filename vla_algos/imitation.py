@@ -72,7 +72,7 @@ def clone(
 
 
 class BehaviourCloning:
-    """Trains ``policy`` to imitate, and sets its normalisation statistics from the demonstrations.
+    """Trains ``policy`` to imitate, and sets the normalisation of its states if it has none yet.
 
     Several processes that share a sharded policy work off a part of each batch each; all have all demonstrations. What
     a policy draws by itself, such as the noise of a flow, each draws for its part: seed them differently.

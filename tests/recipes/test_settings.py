@@ -138,6 +138,11 @@ ABLATIONS = (
             ["env=metaworld", "eval.trials=null", "eval.mean_of=[easy,very hard]"],
             "unknown group in eval.mean_of 'very hard'; did you mean very_hard",
         ),
+        (
+            "sac",
+            ["policy.checkpoint=.", "demonstrations.folder=shown", "demonstrations.statistics=demonstrations"],
+            "demonstrations.statistics=demonstrations: policy.checkpoint learns nothing; leave it out",
+        ),
         ("ppo", ["env=calvin", "eval.mean_of=[easy]"], "unknown group in eval.mean_of 'easy'; known are none"),
     ],
 )

@@ -21,7 +21,7 @@ _OF_PROCESSES = ("sharding.shards", "sharding.reshard_after_forward", "sharding.
 _TYPES = {"recipe": str, "greedy": bool, **dict.fromkeys(("env", "policy", "eval"), dict[str, Any])}  # that are read
 _EVAL = {"mean_of": list[str], "env": dict[str, Any] | None}
 _FIXED = ("seed", "env.id", "env.group_size", "group_size", "episode_order")
-_KEPT = ("policy.", "steering.", "replay.gamma", "replay.n_steps", "loss.")  # of a replay
+_KEPT = ("policy.checkpoint", "policy.num_steps", "steering.", "replay.gamma", "replay.n_steps", "loss.")  # of a replay
 _LEFTOVERS = (".unfinished_*", ".old_*", "videos/**/.unfinished_*")  # Saver has those of checkpoints
 
 
@@ -165,7 +165,7 @@ OmegaConf.register_new_resolver("new_folder", new_folder, use_cache=True, replac
 def _other(config: SimpleNamespace, before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """List the settings that differ and decide what a run computes."""
     free = ["resume", "launcher.", "logger.", "train_videos."]
-    free += (*_OF_PROCESSES, "iterations") if getattr(config, "resume", None) == "elastic" else ()
+    free += _OF_PROCESSES if getattr(config, "resume", None) == "elastic" else ()
     keys = [key for key in before.keys() | now.keys() if not key.startswith(tuple(free))]
     return sorted(key for key in keys if before.get(key) != now.get(key))
 

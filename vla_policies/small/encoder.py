@@ -172,7 +172,7 @@ class SmallPolicy(VLAPolicy):
     def take_statistics(self, name: str, actions: Tensor, states: Tensor, step_mask: Tensor) -> None:
         """Normalise states by others from now on; actions are bounded by the environment."""
         self.encoder.state_mean.copy_(states.mean(0))
-        self.encoder.state_std.copy_(states.std(0, correction=0) + 1e-2)  # as cloning does
+        self.encoder.state_std.copy_(states.std(0, correction=0) + 1e-2)  # a constant entry must not be blown up
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
         return self.encoder.text.tokenize(task_descriptions).to(self.encoder.state_mean.device)
