@@ -171,9 +171,9 @@ def _merge(chosen: argparse.Namespace) -> Iterable[str]:
 
 def _export(chosen: argparse.Namespace) -> Iterable[str]:
     from vla_algos.run.merging import export_folder
-    from vla_policies.cli import read_setting
+    from vla_policies.cli import read_settings
 
-    settings = dict(map(read_setting, chosen.settings))
+    settings = read_settings(chosen.settings)
     return export_folder(chosen.folder, chosen.layout, chosen.to, chosen.tokenizer, settings)
 
 
@@ -185,10 +185,10 @@ def _card(chosen: argparse.Namespace) -> Iterable[str]:
 
 
 def _serve(chosen: argparse.Namespace) -> Iterable[str]:
-    from vla_policies.cli import policy_of, read_setting
+    from vla_policies.cli import policy_of, read_settings
     from vla_policies.serving import serve_folder
 
-    settings = {name: value for name, value in map(read_setting, chosen.settings) if value is not None}
+    settings = read_settings(chosen.settings)
     names = {key: name.split(",") for key, _, name in (each.partition("=") for each in chosen.names)}
     options = {"sample": chosen.sample, "max_batch": chosen.max_batch, "max_wait": chosen.max_wait / 1000}
     place = chosen.protocol.replace("-", "_"), chosen.host, chosen.port

@@ -6,7 +6,7 @@
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,7 @@ def _print_memory(chosen: argparse.Namespace, settings: Sequence[str]) -> int:
             raise ValueError(f"--{option.replace('_', '-')} {number}: must be at least 1")
     if chosen.gpus % shards:
         raise ValueError(f"--shards {shards}: must divide --gpus {chosen.gpus}")
-    typed = dict(read_setting(word) for word in ([chosen.settings] if chosen.settings else []) + [*settings])
+    typed = read_settings(([chosen.settings] if chosen.settings else []) + [*settings])
     from vla_policies.memory import describe_memory, usable
     from vla_policies.registry import meta_policy
 
@@ -88,8 +88,12 @@ def policy_of(folder: str) -> str:
     return str(inside) if inside.is_dir() else folder
 
 
-def read_setting(text: str) -> tuple[str, Any]:
-    """Read ``policy.NAME=VALUE`` as recipes take them."""
+def read_settings(texts: Iterable[str]) -> dict[str, Any]:
+    """Read each ``policy.NAME=VALUE`` as recipes take them: ``null`` leaves one to the checkpoint."""
+    return {name: value for name, value in map(_read_setting, texts) if value is not None}
+
+
+def _read_setting(text: str) -> tuple[str, Any]:
     name, _, value = text.partition("=")
     if not name.startswith(_SETTING) or not value:
         raise ValueError(f"{text!r} is no setting of a policy; type it as recipes take it: policy.lora_rank=32")

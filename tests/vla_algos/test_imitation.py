@@ -44,6 +44,9 @@ def test_each_entry_may_have_its_own_noise(policy, monkeypatch):
 
 def test_a_policy_that_has_learnt_keeps_the_normalisation_of_its_states(policy):
     data = demonstrations(policy)
+    given = [data[key] for key in (keys.ACTION, keys.STATES, keys.STEP_MASK)]
+    policy.take_statistics("others", *given)  # a new policy's are set as it is cloned
+    assert not policy.encoder.state_mean.any()
     BehaviourCloning(policy, data, steps=1)
     learnt = {name: tensor.clone() for name, tensor in policy.named_buffers()}
     assert torch.allclose(learnt["encoder.state_mean"], data[keys.STATES].mean(0))

@@ -15,7 +15,7 @@ from pi0_checkpoint import make_checkpoint as make_pi0
 from vla_common.experiments import find_experiments
 from vla_policies import make_example
 from vla_policies.checkpoint.lora import adapt
-from vla_policies.cli import main
+from vla_policies.cli import main, read_settings
 from vla_policies.memory import MemoryPlan, ParamGroup, calculate, group_parameters
 from vla_policies.nn.blocks import blocks_of
 from vla_policies.openvla import OpenVLA, OpenVLAOFT
@@ -258,6 +258,11 @@ def test_the_command_prints_the_table(capsys):
     assert rows["8 shards"][:4] == ["1.9", "0.1", "0.1", "1.5/15.4"]
     assert rows["8 shards"][4:6] == ["10.4", "17.6"], "with activations"
     assert "settings: sharding.shards, sharding.compute=bf16, offload.optimizer=true, sharding.cpu_offload=true" in out
+
+
+def test_settings_are_read_as_recipes_take_them():
+    typed = ["policy.num_steps=null", "policy.lora_rank=32", "policy.benchmark=libero", "policy.method=flow_sde"]
+    assert read_settings(typed) == {"lora_rank": 32, "benchmark": "libero", "method": "flow_sde"}
 
 
 @pytest.mark.parametrize(

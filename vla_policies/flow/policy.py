@@ -45,7 +45,8 @@ class FlowPolicy(VLAPolicy):
         super().__init__()
         if not 1 <= chunk_size <= horizon <= 1000:
             raise ValueError(f"num_action_chunks is {chunk_size}, must be 1 to {min(horizon, 1000)}, the horizon")
-        self.flow, self.num_values = config, 1 if config.value_head else 0
+        self.flow = config
+        self.num_values = 1 if config.value_head else 0
         self.chunk_size, self.horizon = chunk_size, horizon
         self.model_action_dim, self.trained_dims = model_action_dim, trained_dims
         self.noise_network: nn.Module | None = None

@@ -164,15 +164,15 @@ class SmallPolicy(VLAPolicy):
         return self.encoder.vision_features
 
     def set_statistics(self, state_mean: Tensor, state_std: Tensor) -> None:
-        mean, std = self.encoder.state_mean, self.encoder.state_std
-        if not mean.any() and (std == 1).all():  # of a new policy: what was learnt is of those that it has
-            mean.copy_(state_mean)
-            std.copy_(state_std)
+        if not self.encoder.state_mean.any():  # it is new; what another has learnt is of those that it has
+            self.encoder.state_mean.copy_(state_mean)
+            self.encoder.state_std.copy_(state_std)
 
     def take_statistics(self, name: str, actions: Tensor, states: Tensor, step_mask: Tensor) -> None:
-        """Normalise states by others from now on; actions are bounded by the environment."""
-        self.encoder.state_mean.copy_(states.mean(0))
-        self.encoder.state_std.copy_(states.std(0, correction=0) + 1e-2)  # a constant entry must not be blown up
+        """Normalise states by others from now on, if the policy has learnt; actions are bounded by the environment."""
+        if self.encoder.state_mean.any():
+            self.encoder.state_mean.copy_(states.mean(0))
+            self.encoder.state_std.copy_(states.std(0, correction=0) + 1e-2)  # a constant entry must not be blown up
 
     def prompt_tokens(self, task_descriptions: Sequence[str], states: Tensor | None = None) -> Tensor:
         return self.encoder.text.tokenize(task_descriptions).to(self.encoder.state_mean.device)
