@@ -169,8 +169,7 @@ class SmallPolicy(VLAPolicy):
             self.encoder.state_std.copy_(state_std)
 
     def take_statistics(self, name: str, actions: Tensor, states: Tensor, step_mask: Tensor) -> None:
-        """Normalise states by others from now on, if the policy has learnt; actions are bounded by the environment."""
-        if self.encoder.state_mean.any():
+        if self.encoder.state_mean.any():  # a new policy's are set as it is cloned
             self.encoder.state_mean.copy_(states.mean(0))
             self.encoder.state_std.copy_(states.std(0, correction=0) + 1e-2)  # a constant entry must not be blown up
 
